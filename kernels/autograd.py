@@ -1,0 +1,196 @@
+"""The two autograd functions, which know tokens and gradients but no kernel: pack rows, call a back end, unpack.
+
+Rows that ``rows`` leaves out are never multiplied; the backward also leaves out rows whose upstream gradients are all
+exactly 0 (clipped tokens, zero advantage), at the price of one wait for their number.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlhf_losses.kernels.backends import operations
+from rlhf_losses.kernels.statistics import Coefficients, RowStatistics, TokenStats
+from rlhf_losses.kernels.transform import LogitTransform
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call is beside its differentiable tensors.
+
+    labels     [N] int32 of the tokens in ``rows``, -1 for one that no column matches
+    rows       [N] int64, which of the given tokens count; None for all of them
+    transform  without its bias, with per-token temperatures already those of ``rows``
+    """
+
+    labels: Tensor
+    rows: Tensor | None
+    transform: LogitTransform
+    wanted: frozenset[str]
+    backend: str
+    workspace_bytes: int
+
+
+def _pack(values: Tensor, rows: Tensor | None) -> Tensor:
+    return values if rows is None else values.index_select(0, rows)
+
+
+def _unpack(values: Tensor, rows: Tensor | None, count: int) -> Tensor:
+    """[N, ...] -> [count, ...] with zeros in the rows left out."""
+    if rows is None:
+        return values
+    return values.new_zeros(count, *values.shape[1:]).index_copy_(0, rows, values)
+
+
+def _without_autocast(tensor: Tensor):
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def _outputs(ctx, statistics: RowStatistics, call: Call, count: int) -> tuple[Tensor | None, ...]:
+    named = {
+        "log_probs": statistics.log_probs,
+        "entropy": statistics.entropy,
+        "logsumexp": statistics.row_max + statistics.log_sum if "logsumexp" in call.wanted else None,
+        "sum_p_squared": statistics.sum_p_squared,
+        "argmax": statistics.argmax,
+    }
+    outputs = tuple(
+        _unpack(value, call.rows, count) if name in call.wanted and value is not None else None
+        for name, value in named.items()
+    )
+    ctx.set_materialize_grads(False)
+    if outputs[-1] is not None:
+        ctx.mark_non_differentiable(outputs[-1])
+    return outputs
+
+
+def _save(ctx, call: Call, statistics: RowStatistics, *inputs: Tensor | None) -> None:
+    ctx.call = call
+    # argmax has no gradient, log_probs enters none.
+    ctx.save_for_backward(*inputs, *statistics._replace(log_probs=None, argmax=None))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the backward works on: the rows with any upstream gradient, and their coefficients."""
+
+    call: Call
+    statistics: RowStatistics
+    coefficients: Coefficients
+
+    @classmethod
+    def of(cls, call: Call, statistics: RowStatistics, upstream: tuple[Tensor | None, ...]) -> "_Step":
+        gradients = [None if g is None else _pack(g, call.rows) for g in upstream[:4]]
+        some = torch.zeros_like(call.labels, dtype=torch.bool)
+        for gradient in gradients:
+            if gradient is not None:
+                some |= gradient != 0
+        kept = some.nonzero().squeeze(1)
+        if len(kept) < len(some):
+            call = replace(
+                call,
+                rows=kept if call.rows is None else call.rows[kept],
+                labels=call.labels[kept],
+                transform=call.transform.for_rows(kept),
+            )
+            statistics = RowStatistics(*(None if x is None else x[kept] for x in statistics))
+            gradients = [None if g is None else g[kept] for g in gradients]
+        return cls(call, statistics, Coefficients.from_upstream(statistics, *gradients))
+
+
+class LinearStatistics(torch.autograd.Function):
+    """hidden [M, H], weight [V, H], bias [V] or None -> the five fields of ``TokenStats``, [M]."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor | None, ...]:
+        with _without_autocast(hidden):
+            statistics = operations(call.backend).linear_forward(
+                _pack(hidden, call.rows),
+                weight,
+                call.labels,
+                call.transform.with_bias(bias),
+                call.wanted,
+                call.workspace_bytes,
+            )
+        _save(ctx, call, statistics, hidden, weight, bias)
+        return _outputs(ctx, statistics, call, len(hidden))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *upstream: Tensor | None):
+        hidden, weight, bias, *saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        step = _Step.of(ctx.call, RowStatistics(*saved), upstream)
+        call = step.call
+        if len(call.labels) == 0:
+            inputs = zip((hidden, weight, bias), needs, strict=True)
+            return *(torch.zeros_like(x) if need else None for x, need in inputs), None
+        with _without_autocast(hidden):
+            d_hidden, d_weight, d_bias = operations(call.backend).linear_backward(
+                _pack(hidden, call.rows),
+                weight,
+                call.labels,
+                call.transform.with_bias(bias),
+                step.statistics,
+                step.coefficients,
+                needs,
+                call.workspace_bytes,
+            )
+        return (
+            None if d_hidden is None else _unpack(d_hidden, call.rows, len(hidden)),
+            d_weight,
+            None if d_bias is None else d_bias.to(bias.dtype),
+            None,
+        )
+
+
+class LogitsStatistics(torch.autograd.Function):
+    """logits [M, V] -> the five fields of ``TokenStats``, [M]; with ``in_place`` the gradient overwrites the logits."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, call: Call, in_place: bool) -> tuple[Tensor | None, ...]:
+        statistics = operations(call.backend).logits_forward(
+            logits, call.rows, call.labels, call.transform, call.wanted, call.workspace_bytes
+        )
+        ctx.in_place = in_place
+        ctx.overwritten = False
+        _save(ctx, call, statistics, logits)
+        return _outputs(ctx, statistics, call, len(logits))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *upstream: Tensor | None):
+        if ctx.overwritten:
+            raise RuntimeError(
+                "log_probs_from_logits: expected one backward with inplace_backward=True, got a second; "
+                "the first wrote the gradient over the logits. Pass inplace_backward=False to keep them"
+            )
+        logits, *saved = ctx.saved_tensors
+        step = _Step.of(ctx.call, RowStatistics(*saved), upstream)
+        call = step.call
+        complete = call.rows is None
+        if ctx.in_place:
+            ctx.overwritten = True
+            d_logits = logits.detach()
+        else:
+            d_logits = torch.empty_like(logits) if complete else torch.zeros_like(logits)
+        if len(call.labels) > 0:
+            operations(call.backend).logits_backward(
+                logits,
+                call.rows,
+                call.labels,
+                call.transform,
+                step.statistics,
+                step.coefficients,
+                d_logits,
+                call.workspace_bytes,
+            )
+        if ctx.in_place:
+            if not complete:
+                left_out = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+                left_out[call.rows] = False
+                d_logits.masked_fill_(left_out[:, None], 0)
+            # Whoever else saved these logits for a backward must hear of it.
+            torch.autograd.graph.increment_version(logits)
+        return d_logits, None, None

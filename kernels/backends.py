@@ -1,0 +1,107 @@
+"""Which back end serves a call, and why. ``auto`` never takes one that holds [N, V]."""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from rlhf_losses.kernels.tiles import DeviceLimits, pick_tile
+
+BACKENDS = ("auto", "triton", "chunked", "reference")
+
+
+class BackendChoice(NamedTuple):
+    """``name`` is "triton", "chunked" or "reference"; ``reason`` says in words why."""
+
+    name: str
+    reason: str
+
+
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1): for tests, thousands of times slower."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    if device.type != "cuda":
+        # What the interpreter imitates: sm_90's limits, on few multiprocessors.
+        return DeviceLimits("cuda", 90, 232448, 4)
+    properties = torch.cuda.get_device_properties(device)
+    hip = torch.version.hip is not None
+    return DeviceLimits(
+        vendor="hip" if hip else "cuda",
+        capability=properties.major * 10 + properties.minor,
+        shared_memory=65536 if hip else properties.shared_memory_per_block_optin,
+        multiprocessors=properties.multi_processor_count,
+    )
+
+
+def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason that the Triton kernels can't serve this call, or None."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the Triton kernels take fp16, bf16 and fp32, not {dtype}"
+    if not triton_installed():
+        return "triton is not installed"
+    if device.type != "cuda":
+        return None if interpreting() else f"tensors are on {device.type}, the Triton kernels need a GPU"
+    limits = device_limits(device)
+    if limits.vendor == "cuda" and limits.capability < 80:
+        return f"the Triton kernels need compute capability 8.0, this device has {limits.capability / 10}"
+    if pick_tile(limits, dtype.itemsize) is None:
+        return f"no tile fits the {limits.shared_memory} bytes of shared memory of this device"
+    return None
+
+
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> BackendChoice:
+    """Raises ValueError for an unknown name, ImportError or ValueError where ``triton`` is asked for in vain."""
+    if requested not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {requested!r}")
+    if requested in ("chunked", "reference"):
+        return BackendChoice(requested, "asked for")
+    why_not = _why_not_triton(device, dtype)
+    if requested == "auto":
+        if why_not is None and not (interpreting() and device.type != "cuda"):
+            return BackendChoice("triton", f"a GPU with Triton ({device})")
+        return BackendChoice("chunked", why_not or "the interpreter is for tests, and only on request")
+    if why_not is None:
+        return BackendChoice("triton", "asked for")
+    if not triton_installed():
+        raise ImportError(
+            f"backend='triton': {why_not}; install it (pip install 'rlhf-losses[triton]') or pass backend='chunked'"
+        )
+    raise ValueError(f"backend='triton': {why_not}; pass backend='chunked' or 'auto'")
+
+
+class Operations(NamedTuple):
+    """The four functions that a back end is."""
+
+    linear_forward: Callable
+    linear_backward: Callable
+    logits_forward: Callable
+    logits_backward: Callable
+
+
+def operations(backend: str) -> Operations:
+    """The functions of "chunked" or "triton"; Triton is imported here, on first use."""
+    if backend == "triton":
+        from rlhf_losses.kernels import triton_backward, triton_forward, triton_logits
+
+        return Operations(
+            triton_forward.linear_forward,
+            triton_backward.linear_backward,
+            triton_logits.logits_forward,
+            triton_logits.logits_backward,
+        )
+    from rlhf_losses.kernels import chunked
+
+    return Operations(
+        chunked.linear_forward, chunked.linear_backward, chunked.logits_forward, chunked.logits_backward
+    )

@@ -1,0 +1,158 @@
+"""Plain torch over chunks of tokens: for the CPU, old GPUs, and wherever there is no Triton.
+
+Holds a few [chunk, V] blocks at a time, within ``workspace_bytes`` (one row at the least), whatever N is.
+8 * N * H * V FLOPs for forward and backward: the products are computed once more in the backward.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, finite_for_product, narrowed, wide_product
+from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
+from rlhf_losses.kernels.transform import LogitTransform
+
+# [chunk, V] blocks alive at once in the backward: products, logits, slope, log p, p, dL/dz.
+_BLOCKS = 6
+
+
+def _chunks(rows: int, vocab: int, dtype: torch.dtype, workspace_bytes: int) -> Iterator[slice]:
+    size = max(1, workspace_bytes // (_BLOCKS * vocab * accumulator_dtype(dtype).itemsize))
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def row_statistics(logits: Tensor, labels: Tensor, transform: LogitTransform, wanted: frozenset[str]) -> RowStatistics:
+    """One block of raw products [N, V] in the accumulator's dtype -> its statistics."""
+    z, _ = transform.apply(logits)
+    row_max = z.amax(-1)
+    gap = z - torch.where(row_max.isinf(), 0.0, row_max)[:, None]
+    e = gap.exp()
+    # A label of -1 (none) reads column 0; the caller overwrites what it gave.
+    label_gap = gap.gather(-1, labels.clamp(min=0)[:, None].long()).squeeze(-1)
+    return RowStatistics.from_sums(
+        row_max=row_max,
+        s=e.sum(-1),
+        u=(e * gap.masked_fill(e == 0, 0.0)).sum(-1) if "entropy" in wanted else None,
+        q=e.square().sum(-1) if "sum_p_squared" in wanted else None,
+        label_gap=label_gap,
+        argmax=z.argmax(-1) if "argmax" in wanted else None,
+    )
+
+
+def product_gradient(
+    logits: Tensor, labels: Tensor, transform: LogitTransform, statistics: RowStatistics, coefficients: Coefficients
+) -> Tensor:
+    """One block of raw products [N, V] -> dL/da [N, V], in the accumulator's dtype."""
+    z, slope = transform.apply(logits)
+    dz = coefficients.logit_gradient((z - statistics.row_max[:, None]) - statistics.log_sum[:, None])
+    if coefficients.y is not None:
+        y = torch.where(labels < 0, 0.0, coefficients.y)
+        dz.scatter_add_(-1, labels.clamp(min=0)[:, None].long(), y[:, None])
+    return dz * slope
+
+
+def _take(parts: tuple, rows: slice):
+    return type(parts)(*(None if part is None else part[rows] for part in parts))
+
+
+def _join(blocks: list[RowStatistics]) -> RowStatistics:
+    return RowStatistics(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*blocks, strict=True)))
+
+
+def linear_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    wanted: frozenset[str],
+    workspace_bytes: int,
+) -> RowStatistics:
+    """hidden [N, H], weight [V, H], labels [N] -> statistics [N]."""
+    return _join(
+        [
+            row_statistics(wide_product(hidden[rows], weight.T), labels[rows], transform.for_rows(rows), wanted)
+            for rows in _chunks(len(hidden), len(weight), hidden.dtype, workspace_bytes)
+        ]
+    )
+
+
+def linear_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    statistics: RowStatistics,
+    coefficients: Coefficients,
+    needs: tuple[bool, bool, bool],
+    workspace_bytes: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden [N, H], weight [V, H] and bias [V], None where ``needs`` says so; summed in fp32."""
+    wide = accumulator_dtype(hidden.dtype)
+    need_hidden, need_weight, need_bias = needs
+    d_hidden = hidden.new_empty(hidden.shape) if need_hidden else None
+    d_weight = weight.new_zeros(weight.shape, dtype=wide) if need_weight else None
+    d_bias = weight.new_zeros(len(weight), dtype=wide) if need_bias else None
+    product_weight = finite_for_product(weight) if need_hidden else weight
+    for rows in _chunks(len(hidden), len(weight), hidden.dtype, workspace_bytes):
+        da = product_gradient(
+            wide_product(hidden[rows], weight.T),
+            labels[rows],
+            transform.for_rows(rows),
+            _take(statistics, rows),
+            _take(coefficients, rows),
+        )
+        if d_bias is not None:
+            d_bias += da.sum(0)
+        da = da.to(hidden.dtype)
+        if d_hidden is not None:
+            d_hidden[rows] = da @ product_weight
+        if d_weight is not None:
+            accumulate_product(d_weight, da.T, hidden[rows])
+    return d_hidden, None if d_weight is None else narrowed(d_weight, weight.dtype), d_bias
+
+
+def _source(rows: Tensor | None, chunk: slice) -> Tensor | slice:
+    return chunk if rows is None else rows[chunk]
+
+
+def logits_forward(
+    logits: Tensor,
+    rows: Tensor | None,
+    labels: Tensor,
+    transform: LogitTransform,
+    wanted: frozenset[str],
+    workspace_bytes: int,
+) -> RowStatistics:
+    """logits [.., V] before the transform, their rows [N], labels [N] -> statistics [N]."""
+    wide = accumulator_dtype(logits.dtype)
+    return _join(
+        [
+            row_statistics(logits[_source(rows, chunk)].to(wide), labels[chunk], transform.for_rows(chunk), wanted)
+            for chunk in _chunks(len(labels), logits.shape[1], logits.dtype, workspace_bytes)
+        ]
+    )
+
+
+def logits_backward(
+    logits: Tensor,
+    rows: Tensor | None,
+    labels: Tensor,
+    transform: LogitTransform,
+    statistics: RowStatistics,
+    coefficients: Coefficients,
+    out: Tensor,
+    workspace_bytes: int,
+) -> None:
+    """Writes dL/dlogits to the given rows of ``out`` [.., V], which may be ``logits`` itself."""
+    wide = accumulator_dtype(logits.dtype)
+    for chunk in _chunks(len(labels), logits.shape[1], logits.dtype, workspace_bytes):
+        at = _source(rows, chunk)
+        out[at] = product_gradient(
+            logits[at].to(wide),
+            labels[chunk],
+            transform.for_rows(chunk),
+            _take(statistics, chunk),
+            _take(coefficients, chunk),
+        ).to(out.dtype)

@@ -1,0 +1,66 @@
+"""Matrix products whose result or accumulator is wider than their operands, and the narrowing at the end."""
+
+import torch
+from torch import Tensor
+
+# torch.mm(..., out_dtype=float32) for 16-bit CUDA operands came with torch 2.8.
+_TORCH_HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+def _has_wide_product(a: Tensor) -> bool:
+    return _TORCH_HAS_OUT_DTYPE and a.is_cuda and a.dtype in (torch.float16, torch.bfloat16)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 stays fp64; everything else is summed in fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] @ b [K, N] -> [M, N] in the accumulator's dtype, never rounded to 16 bits on the way."""
+    wide = accumulator_dtype(a.dtype)
+    if a.dtype == wide:
+        return a @ b
+    if _has_wide_product(a):
+        return torch.mm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
+
+
+def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [M, N] += a [M, K] @ b [K, N], in place, summed in total's dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif _has_wide_product(a):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def finite_for_product(weight: Tensor) -> Tensor:
+    """``weight`` with its infinite entries set to 0; itself, not a copy, where all are finite.
+
+    A head may switch a token off by a row of -inf. Its probability and da are exactly 0, but 0 * -inf in the product
+    da @ weight would be NaN. One read of the weight, and one wait for its answer, decide.
+    """
+    if torch.isfinite(weight.sum(dtype=accumulator_dtype(weight.dtype))):
+        return weight
+    return weight.masked_fill(weight.isinf(), 0)
+
+
+def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """``wide`` [M, N] (contiguous) rounded to ``dtype`` in its own memory, which it gives up.
+
+    A second buffer would cost as much as half of the accumulator. Rows are narrowed in doubling blocks [k, 2k): the
+    block's narrow form lands where the rows before it have already been read.
+    """
+    if wide.dtype == dtype:
+        return wide
+    rows, columns = wide.shape
+    narrow = wide.view(-1).view(dtype)[: rows * columns].view(rows, columns)
+    narrow[:1] = wide[:1].clone()
+    start = 1
+    while start < rows:
+        stop = min(2 * start, rows)
+        narrow[start:stop] = wide[start:stop]
+        start = stop
+    return narrow

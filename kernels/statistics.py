@@ -1,0 +1,117 @@
+"""The numbers of one pass over the vocabulary, and how a loss of them enters the backward.
+
+With z the transformed logits of a token, m its maximum and s, u, q the sums over the vocabulary
+
+    s = sum e^(z-m)        u = sum (z-m) e^(z-m)        q = sum e^(2(z-m))
+
+    log_prob  = (z_y - m) - log s          entropy        = log s - u / s
+    logsumexp = m + log s                  sum_p_squared  = q / s^2
+
+s >= 1 and u <= 0, so entropy >= 0; both are clamped to their mathematical range, where rounding could leave it by an
+ulp. m and log s are kept apart: nothing is lost when logits sit at 1e4, where fp32 steps by 1e-3.
+
+Any loss L of these numbers reaches the logits as
+
+    dL/dz_v = p_v * (c_p + c_plogp * log p_v + c_pp * p_v) + c_y * 1[v = y]
+
+with c_y = g_logp, c_p = -g_logp + g_lse - g_ent * entropy - 2 * g_q * sum_p_squared, c_plogp = -g_ent, c_pp = 2 * g_q
+and g_* the upstream gradients of that token. Back ends see only the four vectors: a new loss changes no kernel.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+OUTPUTS = ("log_probs", "entropy", "logsumexp", "sum_p_squared", "argmax")
+
+
+class TokenStats(NamedTuple):
+    """Per-token numbers, each shaped like ``labels`` and fp32 (fp64 for fp64 inputs); None where not asked for.
+
+    log_probs      log-probability of the label, <= 0; 0 at masked tokens
+    entropy        entropy of the whole distribution in nats, in [0, log V]
+    logsumexp      log of the partition function of the transformed logits
+    sum_p_squared  sum of squared probabilities, in [1/V, 1]
+    argmax         most probable entry, int64, not differentiable; the lowest index of a tie
+    """
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    logsumexp: Tensor | None = None
+    sum_p_squared: Tensor | None = None
+    argmax: Tensor | None = None
+
+
+class RowStatistics(NamedTuple):
+    """What a back end's forward returns for N rows: [N] each, None where not wanted."""
+
+    row_max: Tensor
+    log_sum: Tensor
+    log_probs: Tensor
+    entropy: Tensor | None
+    sum_p_squared: Tensor | None
+    argmax: Tensor | None
+
+    @classmethod
+    def from_sums(
+        cls, row_max: Tensor, s: Tensor, u: Tensor | None, q: Tensor | None, label_gap: Tensor, argmax: Tensor | None
+    ) -> "RowStatistics":
+        """From the sums of the file's head; ``label_gap`` is z_y - m."""
+        log_sum = s.log()
+        return cls(
+            row_max=row_max,
+            log_sum=log_sum,
+            log_probs=(label_gap - log_sum).clamp(max=0.0),
+            entropy=None if u is None else (log_sum - u / s).clamp(min=0.0),
+            sum_p_squared=None if q is None else (q / s.square()).clamp(max=1.0),
+            argmax=argmax,
+        )
+
+
+class Coefficients(NamedTuple):
+    """[N] vectors of the formula at the head; None where no wanted gradient has that term."""
+
+    y: Tensor | None
+    p: Tensor
+    plogp: Tensor | None
+    pp: Tensor | None
+
+    @classmethod
+    def from_upstream(
+        cls,
+        statistics: RowStatistics,
+        log_probs: Tensor | None,
+        entropy: Tensor | None,
+        logsumexp: Tensor | None,
+        sum_p_squared: Tensor | None,
+    ) -> "Coefficients":
+        """From the upstream gradients of the outputs, None for an output that nothing depends on."""
+        p = torch.zeros_like(statistics.log_sum)
+        if log_probs is not None:
+            p = p - log_probs
+        if logsumexp is not None:
+            p = p + logsumexp
+        if entropy is not None:
+            assert statistics.entropy is not None
+            p = p - entropy * statistics.entropy
+        if sum_p_squared is not None:
+            assert statistics.sum_p_squared is not None
+            p = p - 2 * sum_p_squared * statistics.sum_p_squared
+        return cls(
+            y=log_probs,
+            p=p,
+            plogp=None if entropy is None else -entropy,
+            pp=None if sum_p_squared is None else 2 * sum_p_squared,
+        )
+
+    def logit_gradient(self, log_p: Tensor) -> Tensor:
+        """dL/dz without the label's term, from log p [N, V]."""
+        p = log_p.exp()
+        inner = self.p[:, None]
+        if self.plogp is not None:
+            # p = 0 has log p = -inf, and 0 * -inf is NaN: the term's limit is 0.
+            inner = inner + self.plogp[:, None] * log_p.masked_fill(p == 0, 0.0)
+        if self.pp is not None:
+            inner = inner + self.pp[:, None] * p
+        return p * inner

@@ -1,0 +1,157 @@
+"""Gradients of hidden states, head and bias: products once more, da by stretches of the vocabulary, two GEMMs each.
+
+    log p = (z - m) - log s        dz = p (c_p + c_plogp log p + c_pp p) + c_y 1[v = y]        da = dz * dz/da
+    d_hidden = da @ weight         d_weight = da^T @ hidden         d_bias = column sums of da
+
+A tile kernel recomputes z and writes da [N, C] for C columns at a time, as many as ``workspace_bytes`` holds; cuBLAS
+multiplies it. d_weight[C] is one GEMM over all rows, rounded once; d_hidden is summed over the stretches in fp32. The
+label's term joins in fp32, before da's one rounding to the operands' dtype.
+
+FLOPs 2*N*H*V for z and 2*N*H*V for each of the two products. Bytes beside the operands: da written once and read
+twice, and d_hidden in fp32 read and written once per stretch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, finite_for_product, narrowed
+from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
+from rlhf_losses.kernels.transform import LogitTransform
+from rlhf_losses.kernels.triton_tile import (
+    Problem,
+    Transform,
+    cdiv,
+    grouped,
+    launch_context,
+    product_tile,
+    transform_tile,
+)
+
+
+@triton.jit
+def product_gradient_tile(z, slope, row_max, log_sum, coefficients, label, n, v, N):
+    """da [BN, BV] from transformed logits z and dz/da, both [BN, BV]; row_max, log_sum, label, n [BN], v [BV]."""
+    log_p = (z - row_max[:, None]) - log_sum[:, None]
+    p = tl.exp(log_p)
+    dz = tl.zeros_like(p) + tl.load(coefficients.p + n, mask=n < N, other=0.0)[:, None]
+    if coefficients.plogp is not None:
+        # p = 0 has log p = -inf, whose product would be NaN; e^-200 is 0 in fp32.
+        c_plogp = tl.load(coefficients.plogp + n, mask=n < N, other=0.0)
+        dz += c_plogp[:, None] * tl.maximum(log_p, -200.0)
+    if coefficients.pp is not None:
+        dz += tl.load(coefficients.pp + n, mask=n < N, other=0.0)[:, None] * p
+    dz = dz * p
+    if coefficients.y is not None:
+        c_y = tl.load(coefficients.y + n, mask=n < N, other=0.0)
+        dz += tl.where(v[None, :] == label[:, None], c_y[:, None], 0.0)
+    return dz * slope
+
+
+@triton.jit(do_not_specialize=["N", "first_tile", "stride_da"])
+def _product_gradient_kernel(
+    hidden,  # [N, H]
+    weight,  # [V, H]
+    labels,  # [N] int32, -1: none
+    row_max,  # [N]
+    log_sum,  # [N]
+    coefficients: Coefficients,  # [N] each
+    transform: Transform,
+    da,  # [N, C] out: columns first_tile * BV ... of the vocabulary
+    stride_n,
+    stride_v,
+    stride_da,
+    N,
+    V,
+    first_tile,
+    tiles,
+    H: tl.constexpr,
+    BN: tl.constexpr,
+    BV: tl.constexpr,
+    BH: tl.constexpr,
+    GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row_blocks = tl.cdiv(N, BN)
+    for item in range(tl.program_id(0), row_blocks * tiles, tl.num_programs(0)):
+        block, tile = grouped(item, row_blocks, tiles, GROUP)
+        n0 = block * BN
+        v0 = (first_tile + tile) * BV
+        n = n0 + tl.arange(0, BN)
+        v = v0 + tl.arange(0, BV)
+        a = product_tile(hidden, weight, stride_n, stride_v, n0, v0, N, V, H, BN, BV, BH, DESCRIPTORS, PRECISION)
+        z, slope = transform_tile(a, transform, n, v, N, V)
+        m = tl.load(row_max + n, mask=n < N, other=0.0)
+        log_s = tl.load(log_sum + n, mask=n < N, other=0.0)
+        label = tl.load(labels + n, mask=n < N, other=-1)
+        out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, N)
+        if DESCRIPTORS:
+            da.store([n0, tile * BV], out.to(da.dtype))
+        else:
+            # Columns past V land in the padding of da, which no GEMM reads.
+            at = n.to(tl.int64)[:, None] * stride_da + (tile * BV + tl.arange(0, BV))[None, :]
+            tl.store(da + at, out.to(da.dtype.element_ty), mask=(n < N)[:, None])
+
+
+def linear_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    statistics: RowStatistics,
+    coefficients: Coefficients,
+    needs: tuple[bool, bool, bool],
+    workspace_bytes: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden [N, H], weight [V, H] and bias [V], None where ``needs`` says so.
+
+    The workspace holds at least one tile's columns of all rows, even where ``workspace_bytes`` is less.
+    """
+    need_hidden, need_weight, need_bias = needs
+    rows, vocab, device, dtype = len(hidden), len(weight), hidden.device, hidden.dtype
+    problem = Problem.of(hidden, weight, transform)
+    width = problem.tile.columns
+    tiles = cdiv(vocab, width)
+    # Equal stretches: a short last one would leave multiprocessors idle.
+    most = max(1, workspace_bytes // (rows * width * hidden.element_size()))
+    per_stretch = cdiv(tiles, cdiv(tiles, most))
+
+    d_hidden = hidden.new_zeros(hidden.shape, dtype=accumulator_dtype(dtype)) if need_hidden else None
+    d_weight = weight.new_empty(weight.shape) if need_weight else None
+    d_bias = weight.new_empty(vocab, dtype=torch.float32) if need_bias else None
+    product_weight = finite_for_product(weight) if need_hidden else weight
+    workspace = hidden.new_empty(rows * per_stretch * width)
+    for first_tile in range(0, tiles, per_stretch):
+        count = min(per_stretch, tiles - first_tile)
+        padded = workspace[: rows * count * width].view(rows, count * width)
+        with launch_context(device):
+            _product_gradient_kernel[(problem.programs(count),)](
+                problem.hidden,
+                problem.weight,
+                labels,
+                statistics.row_max,
+                statistics.log_sum,
+                coefficients,
+                problem.transform,
+                problem.result(padded),
+                problem.stride_n,
+                problem.stride_v,
+                padded.stride(0),
+                rows,
+                vocab,
+                first_tile,
+                count,
+                **problem.constants,
+            )
+        columns = slice(first_tile * width, min((first_tile + count) * width, vocab))
+        da = padded[:, : columns.stop - columns.start]
+        if d_bias is not None:
+            torch.sum(da, 0, dtype=torch.float32, out=d_bias[columns])
+        if d_weight is not None:
+            torch.mm(da.T, hidden, out=d_weight[columns])
+        if d_hidden is not None:
+            accumulate_product(d_hidden, da, product_weight[columns])
+    del workspace, padded, da
+    return None if d_hidden is None else narrowed(d_hidden, dtype), d_weight, d_bias

@@ -1,0 +1,263 @@
+"""Statistics of every token's logits in one pass over the vocabulary; no logit reaches memory.
+
+For row n and z = f(hidden_n . weight_v), over tiles of the vocabulary, in fp32:
+
+    m = max z        s = sum e^(z-m)        u = sum (z-m) e^(z-m)        q = sum e^(2(z-m))        z_y the label's logit
+
+A program keeps one block of rows and walks one stretch of the vocabulary; when m grows to m', with r = m - m',
+s becomes e^r s and u becomes e^r (u + r s). A second kernel merges the stretches by the same rule. The stretches
+depend on V and the tile alone, and nothing is summed by atomics: bits repeat from run to run, and from batch to batch.
+
+FLOPs 2*N*H*V. Bytes from device memory: hidden once, weight once per ``row_group`` of row blocks; partial results
+12 to 20 bytes per row and stretch. Products are accumulated in fp32 from 16-bit (or fp32) operands.
+Online sums: Milakov and Gimelshein 2018, arXiv:1805.02867; here with the entropy's sum beside them.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_losses.kernels.statistics import RowStatistics
+from rlhf_losses.kernels.transform import LogitTransform
+from rlhf_losses.kernels.triton_tile import (
+    Problem,
+    Transform,
+    cdiv,
+    grouped,
+    launch_context,
+    product_tile,
+    transform_tile,
+)
+
+# e^-200 is 0 in fp32: below it a logit's gap adds nothing to u, and a gap of -inf would add NaN.
+_NO_GAP = tl.constexpr(-200.0)
+
+
+class Sums(NamedTuple):
+    """Running or final sums: [splits, N] as partial results, [N] merged; None where not wanted."""
+
+    m: Tensor
+    s: Tensor
+    u: Tensor | None
+    q: Tensor | None
+    arg: Tensor | None
+
+
+class Merged(NamedTuple):
+    """``RowStatistics`` as kernel outputs, [N] each."""
+
+    row_max: Tensor
+    log_sum: Tensor
+    log_probs: Tensor
+    entropy: Tensor | None
+    sum_p_squared: Tensor | None
+    argmax: Tensor | None
+
+
+@triton.jit
+def absorb_tile(z, v0, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr):
+    """Running sums [BN] after one more tile of logits z [BN, BV] whose first column is v0."""
+    if ARG:
+        tile_max, tile_arg = tl.max(z, 1, return_indices=True)
+        arg = tl.where(tile_max > m, v0 + tile_arg, arg)
+    else:
+        tile_max = tl.max(z, 1)
+    m_new = tl.maximum(m, tile_max)
+    # A row with nothing but -inf so far: gaps of -inf, not NaN.
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    gap = z - shift[:, None]
+    e = tl.exp(gap)
+    step = tl.maximum(m - shift, _NO_GAP)
+    decay = tl.exp(step)
+    if U:
+        u = decay * (u + step * s) + tl.sum(tl.maximum(gap, _NO_GAP) * e, 1)
+    if Q:
+        q = decay * decay * q + tl.sum(e * e, 1)
+    s = decay * s + tl.sum(e, 1)
+    return m_new, s, u, q, arg
+
+
+@triton.jit(do_not_specialize=["N"])
+def _statistics_kernel(
+    hidden,  # [N, H]
+    weight,  # [V, H]
+    labels,  # [N] int32, -1: none
+    label_logit,  # [N] fp32 out, written where the label lies in this stretch
+    partial: Sums,  # [splits, N] each
+    transform: Transform,
+    stride_n,
+    stride_v,
+    N,
+    V,
+    tiles_per_split,
+    splits,
+    H: tl.constexpr,
+    BN: tl.constexpr,
+    BV: tl.constexpr,
+    BH: tl.constexpr,
+    GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row_blocks = tl.cdiv(N, BN)
+    for item in range(tl.program_id(0), row_blocks * splits, tl.num_programs(0)):
+        block, split = grouped(item, row_blocks, splits, GROUP)
+        n0 = block * BN
+        n = n0 + tl.arange(0, BN)
+        label = tl.load(labels + n, mask=n < N, other=-1)
+        m = tl.full([BN], float("-inf"), tl.float32)
+        s = tl.zeros([BN], tl.float32)
+        u = tl.zeros([BN], tl.float32)
+        q = tl.zeros([BN], tl.float32)
+        arg = tl.zeros([BN], tl.int32)
+        first = split * tiles_per_split
+        for tile in range(first, min(first + tiles_per_split, tl.cdiv(V, BV))):
+            v0 = tile * BV
+            v = v0 + tl.arange(0, BV)
+            a = product_tile(
+                hidden, weight, stride_n, stride_v, n0, v0, N, V, H, BN, BV, BH, DESCRIPTORS, PRECISION
+            )  # fmt: skip
+            z, _ = transform_tile(a, transform, n, v, N, V)
+            if v0 + BV > V:
+                z = tl.where((v < V)[None, :], z, float("-inf"))
+            # One tile in five holds no label of its 128 rows at V = 150k; a vote is cheaper than the search.
+            here = (label >= v0) & (label < v0 + BV)
+            if tl.max(here.to(tl.int32), 0) > 0:
+                z_y = tl.sum(tl.where(v[None, :] == label[:, None], z, 0.0), 1)
+                tl.store(label_logit + n, z_y, mask=here)
+            m, s, u, q, arg = absorb_tile(
+                z, v0, m, s, u, q, arg, partial.u is not None, partial.q is not None, partial.arg is not None
+            )
+        at = split.to(tl.int64) * N + n
+        tl.store(partial.m + at, m, mask=n < N)
+        tl.store(partial.s + at, s, mask=n < N)
+        if partial.u is not None:
+            tl.store(partial.u + at, u, mask=n < N)
+        if partial.q is not None:
+            tl.store(partial.q + at, q, mask=n < N)
+        if partial.arg is not None:
+            tl.store(partial.arg + at, arg, mask=n < N)
+
+
+@triton.jit
+def merge_sums(m, s, u, q, arg, BIG: tl.constexpr):
+    """Sums over stretches [S, BN] -> sums over all [BN]; a stretch of -inf alone adds nothing."""
+    top = tl.max(m, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    step = tl.maximum(m - shift[None, :], _NO_GAP)
+    decay = tl.exp(step)
+    # The first stretch to reach the maximum holds the lowest index.
+    first = tl.min(tl.where(m == top[None, :], arg, BIG), 0)
+    return top, tl.sum(decay * s, 0), tl.sum(decay * (u + step * s), 0), tl.sum(decay * decay * q, 0), first
+
+
+@triton.jit
+def store_statistics(out, n, inside, top, s, u, q, arg, z_y):
+    """The closed forms of statistics.py, clamped to their range without hiding a NaN."""
+    log_sum = tl.log(s)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    log_prob = (z_y - shift) - log_sum
+    tl.store(out.row_max + n, top, mask=inside)
+    tl.store(out.log_sum + n, log_sum, mask=inside)
+    tl.store(out.log_probs + n, tl.where(log_prob > 0.0, 0.0, log_prob), mask=inside)
+    if out.entropy is not None:
+        entropy = log_sum - u / s
+        tl.store(out.entropy + n, tl.where(entropy < 0.0, 0.0, entropy), mask=inside)
+    if out.sum_p_squared is not None:
+        ratio = q / (s * s)
+        tl.store(out.sum_p_squared + n, tl.where(ratio > 1.0, 1.0, ratio), mask=inside)
+    if out.argmax is not None:
+        tl.store(out.argmax + n, arg.to(tl.int64), mask=inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _merge_kernel(
+    partial: Sums,  # [splits, N] each
+    label_logit,  # [N]
+    out: Merged,  # [N] each
+    N,
+    splits,
+    SPLITS: tl.constexpr,
+    BN: tl.constexpr,
+):
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    split = tl.arange(0, SPLITS)
+    inside = (split < splits)[:, None] & (n < N)[None, :]
+    at = split.to(tl.int64)[:, None] * N + n[None, :]
+    zero = tl.zeros([SPLITS, BN], tl.float32)
+    m = tl.load(partial.m + at, mask=inside, other=float("-inf"))
+    s = tl.load(partial.s + at, mask=inside, other=0.0)
+    u = zero
+    q = zero
+    arg = zero.to(tl.int32)
+    if partial.u is not None:
+        u = tl.load(partial.u + at, mask=inside, other=0.0)
+    if partial.q is not None:
+        q = tl.load(partial.q + at, mask=inside, other=0.0)
+    if partial.arg is not None:
+        arg = tl.load(partial.arg + at, mask=inside, other=0)
+    top, s, u, q, arg = merge_sums(m, s, u, q, arg, 2147483647)
+    z_y = tl.load(label_logit + n, mask=n < N, other=0.0)
+    store_statistics(out, n, n < N, top, s, u, q, arg, z_y)
+
+
+def empty_statistics(rows: int, wanted: frozenset[str], device: torch.device) -> Merged:
+    def floats(name: str | None = None) -> Tensor | None:
+        return torch.empty(rows, device=device) if name is None or name in wanted else None
+
+    argmax = torch.empty(rows, device=device, dtype=torch.int64) if "argmax" in wanted else None
+    return Merged(floats(), floats(), floats(), floats("entropy"), floats("sum_p_squared"), argmax)
+
+
+def linear_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    wanted: frozenset[str],
+    workspace_bytes: int,
+) -> RowStatistics:
+    """hidden [N, H], weight [V, H] of one dtype, labels [N] int32 -> statistics [N]; NaN log_prob for a label of -1."""
+    del workspace_bytes  # partial results take 12 to 20 bytes per row and stretch, whatever the workspace
+    (rows, depth), vocab, device = hidden.shape, len(weight), hidden.device
+    problem = Problem.of(hidden, weight, transform)
+    tiles = cdiv(vocab, problem.tile.columns)
+    tiles_per_split = cdiv(tiles, problem.tile.splits)
+    splits = cdiv(tiles, tiles_per_split)
+
+    def partial(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(splits, rows, device=device, dtype=dtype)
+
+    sums = Sums(
+        m=partial(),
+        s=partial(),
+        u=partial() if "entropy" in wanted else None,
+        q=partial() if "sum_p_squared" in wanted else None,
+        arg=partial(torch.int32) if "argmax" in wanted else None,
+    )
+    label_logit = torch.full((rows,), float("nan"), device=device)
+    out = empty_statistics(rows, wanted, device)
+    with launch_context(device):
+        _statistics_kernel[(problem.programs(splits),)](
+            problem.hidden,
+            problem.weight,
+            labels,
+            label_logit,
+            sums,
+            problem.transform,
+            problem.stride_n,
+            problem.stride_v,
+            rows,
+            vocab,
+            tiles_per_split,
+            splits,
+            **problem.constants,
+        )
+        merge_rows = 64
+        _merge_kernel[(cdiv(rows, merge_rows),)](
+            sums, label_logit, out, rows, splits, SPLITS=triton.next_power_of_2(splits), BN=merge_rows
+        )
+    return RowStatistics(*out)

@@ -1,0 +1,35 @@
+"""Log-probabilities and entropy of a language model's head, with gradients, without ever holding the logits.
+
+    from rlhf_losses import linear_log_probs
+
+    stats = linear_log_probs(hidden_states, lm_head.weight, labels, temperature=0.7)
+    stats.log_probs, stats.entropy      # fp32, shaped like labels, both differentiable
+
+Importing this package needs no GPU, starts no CUDA and imports no Triton.
+"""
+
+from pathlib import Path as _Path
+
+__version__ = "0.1.0"
+
+# In a source checkout the folders kernels/, integrations/ and configs/ lie beside this one; an installed wheel holds
+# them inside. (A top-level ``kernels`` package would shadow the one transformers imports: docs/decisions.md.)
+_checkout = _Path(__file__).resolve().parent.parent
+if (_checkout / "pyproject.toml").is_file() and (_checkout / "kernels" / "transform.py").is_file():
+    __path__.append(str(_checkout))
+
+from rlhf_losses.functions import backend_for, linear_log_probs, log_probs_from_logits  # noqa: E402
+from rlhf_losses.kernels.backends import BackendChoice  # noqa: E402
+from rlhf_losses.kernels.statistics import TokenStats  # noqa: E402
+from rlhf_losses.kernels.transform import LogitTransform  # noqa: E402
+from rlhf_losses.validation import check  # noqa: E402
+
+__all__ = [
+    "BackendChoice",
+    "LogitTransform",
+    "TokenStats",
+    "backend_for",
+    "check",
+    "linear_log_probs",
+    "log_probs_from_logits",
+]

@@ -1,0 +1,262 @@
+"""The public functions over a head: from hidden states, and from logits that somebody already holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlhf_losses import validation
+from rlhf_losses.kernels import reference
+from rlhf_losses.kernels.autograd import Call, LinearStatistics, LogitsStatistics
+from rlhf_losses.kernels.backends import BackendChoice, choose_backend
+from rlhf_losses.kernels.statistics import TokenStats
+from rlhf_losses.kernels.transform import LogitTransform
+
+DEFAULT_WORKSPACE_BYTES = 512 * 2**20
+
+
+def linear_log_probs(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    outputs: Sequence[str] = ("log_probs", "entropy"),
+    backend: str = "auto",
+    workspace_bytes: int | None = None,
+    validate: str = "async",
+) -> TokenStats:
+    """Log-probability of each label and entropy of each distribution, without the logits.
+
+    The distribution of a token is softmax(z), z = softcap * tanh(logit_scale * (h @ weight.T + bias) / softcap) /
+    temperature, every step optional. Differentiable in hidden_states, weight and bias, for every subset of outputs.
+
+    Args:
+        hidden_states: [..., H], any strides; fp16, bf16, fp32, or fp64 (reference and chunked back ends).
+        weight: [V, H], the head, of the same dtype. Under torch.autocast both are cast, and gradients come back in
+            the parameters' own dtype.
+        labels: [...], integers, the sampled tokens, already shifted: labels[i] is scored by hidden_states[i].
+        bias: [V], added to the raw product.
+        temperature: a number, or a tensor with one value per token or per sequence (leading dimensions of labels).
+        softcap: Gemma 2's final_logit_softcapping.
+        logit_scale: multiplies the product (Cohere's logit_scale; for Granite pass 1 / logits_scaling).
+        mask: [...], bool or 0/1. Tokens with 0, like those whose label is ignore_index, are not multiplied: their
+            outputs are 0, their gradients exactly 0, whatever their hidden states and labels hold.
+        outputs: which fields of ``TokenStats`` to compute: "log_probs", "entropy", "logsumexp", "sum_p_squared",
+            "argmax".
+        backend: "auto", "triton", "chunked" or "reference"; ``backend_for`` says what "auto" takes and why.
+        workspace_bytes: what the backward may hold beside its results, 512 MiB if None; at least one tile's columns
+            of all tokens (triton), or one token's logits (chunked).
+        validate: what happens with a label outside of [0, V): "async" gives NaN for that token and raises at the next
+            call or at ``check()``, "sync" raises at once, "off" gives NaN.
+
+    Returns:
+        ``TokenStats`` with the fields asked for, shaped like labels, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError or TypeError that says what was expected, what came and the way out: shapes, dtypes, devices,
+        numbers out of range, sharded parameters. ImportError for backend="triton" without Triton.
+
+    Formulas: docs/math.md.
+    """
+    hidden_states, weight, bias = _autocast(hidden_states, weight, bias)
+    validation.require_head(hidden_states, weight, bias)
+    validation.require_tokens(labels, mask, hidden_states.shape[:-1], hidden_states, "hidden_states")
+    tokens = _prepare(
+        labels=labels,
+        vocab=weight.shape[0],
+        dtype=hidden_states.dtype,
+        transform=LogitTransform(
+            scale=logit_scale, softcap=softcap, temperature=validation.per_token_temperature(temperature, labels)
+        ),
+        mask=mask,
+        ignore_index=ignore_index,
+        outputs=outputs,
+        backend=backend,
+        workspace_bytes=workspace_bytes,
+        validate=validate,
+    )
+    hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+    call = tokens.call
+    if len(call.labels) == 0:
+        # Nothing to score, but a graph: every parameter gets its zeros.
+        link = hidden.sum() * 0 + weight[:0].sum() + (0 if bias is None else bias[:0].sum())
+        return tokens.finish(tokens.nothing(link), labels)
+    if call.backend == "reference":
+        picked = hidden if call.rows is None else hidden[call.rows]
+        stats = reference.linear_statistics(picked, weight, call.labels, call.transform.with_bias(bias))
+        return tokens.finish(tokens.scattered(stats), labels)
+    return tokens.finish(TokenStats(*LinearStatistics.apply(hidden, weight, bias, call)), labels)
+
+
+def log_probs_from_logits(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    outputs: Sequence[str] = ("log_probs", "entropy"),
+    backend: str = "auto",
+    workspace_bytes: int | None = None,
+    validate: str = "async",
+    inplace_backward: bool = False,
+) -> TokenStats:
+    """The numbers of ``linear_log_probs`` from logits [..., V] that somebody already holds; one read of them.
+
+    ``softcap``, ``logit_scale`` and ``temperature`` are applied to the logits as given: leave out what the model has
+    applied itself. With ``inplace_backward`` the gradient is written over the logits, so that no second [N, V] block
+    exists; nothing else may need them then, and a second backward raises RuntimeError.
+
+    Everything else, errors included, is as for ``linear_log_probs``.
+    """
+    validation.require_plain("logits", logits)
+    if logits.dim() < 1 or logits.shape[-1] == 0:
+        raise ValueError(f"logits: expected [..., V] with at least one entry, got {list(logits.shape)}")
+    if not logits.is_floating_point():
+        raise TypeError(f"logits: expected a floating dtype, got {logits.dtype}")
+    validation.require_tokens(labels, mask, logits.shape[:-1], logits, "logits")
+    tokens = _prepare(
+        labels=labels,
+        vocab=logits.shape[-1],
+        dtype=logits.dtype,
+        transform=LogitTransform(
+            scale=logit_scale, softcap=softcap, temperature=validation.per_token_temperature(temperature, labels)
+        ),
+        mask=mask,
+        ignore_index=ignore_index,
+        outputs=outputs,
+        backend=backend,
+        workspace_bytes=workspace_bytes,
+        validate=validate,
+    )
+    flat = logits.reshape(-1, logits.shape[-1])
+    call = tokens.call
+    if len(call.labels) == 0:
+        return tokens.finish(tokens.nothing(flat[:0].sum()), labels)
+    if call.backend == "reference":
+        picked = flat if call.rows is None else flat[call.rows]
+        stats = reference.logits_statistics(picked, call.labels, call.transform)
+        return tokens.finish(tokens.scattered(stats), labels)
+    return tokens.finish(TokenStats(*LogitsStatistics.apply(flat, call, inplace_backward)), labels)
+
+
+def backend_for(tensor: Tensor, backend: str = "auto") -> BackendChoice:
+    """What a call on hidden states or logits like ``tensor`` is served by, and why.
+
+    Raises what the call would raise: ValueError for an unknown name, ImportError or ValueError where ``backend`` is
+    "triton" and can't be had.
+    """
+    return choose_backend(backend, tensor.device, tensor.dtype)
+
+
+def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What torch.nn.functional.linear would see under autocast: both operands in its dtype, fp64 left alone."""
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind) or torch.float64 in (hidden.dtype, weight.dtype):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return hidden.to(dtype), weight.to(dtype), bias
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A call's tokens after validation: the packed ``Call``, and what turns its numbers into those of all tokens."""
+
+    call: Call
+    count: int
+    bad: Tensor | None
+
+    def scattered(self, stats: TokenStats) -> TokenStats:
+        """Statistics of the packed rows, spread to all tokens."""
+        rows = self.call.rows
+        if rows is None:
+            return stats
+        return TokenStats(
+            *(None if x is None else x.new_zeros(self.count).index_copy(0, rows, x) for x in stats)
+        )
+
+    def nothing(self, link: Tensor) -> TokenStats:
+        """Zeros for all tokens, hanging on the graph of ``link``, a scalar 0."""
+        wide = torch.float64 if link.dtype == torch.float64 else torch.float32
+        zeros = link.to(wide).expand(self.count)
+        return TokenStats(zeros, zeros, zeros, zeros, torch.zeros(self.count, dtype=torch.int64, device=link.device))
+
+    def finish(self, stats: TokenStats, labels: Tensor) -> TokenStats:
+        """Only what was asked for, shaped like labels; NaN, gradients included, where the label was bad."""
+        fields = {}
+        for name, values in stats._asdict().items():
+            if values is None or name not in self.call.wanted:
+                continue
+            if self.bad is not None:
+                poison = -1 if name == "argmax" else float("nan")
+                spoiled = torch.where(self.bad, poison, 0 if name == "argmax" else 1.0).to(values.dtype)
+                values = torch.where(self.bad, spoiled, values) if name == "argmax" else values * spoiled
+            fields[name] = values.reshape(labels.shape)
+        return TokenStats(**fields)
+
+
+def _prepare(
+    *,
+    labels: Tensor,
+    vocab: int,
+    dtype: torch.dtype,
+    transform: LogitTransform,
+    mask: Tensor | None,
+    ignore_index: int,
+    outputs: Sequence[str],
+    backend: str,
+    workspace_bytes: int | None,
+    validate: str,
+) -> _Tokens:
+    """Raise what earlier calls left, check this one, and pack its tokens; one wait for the device."""
+    validation.check()
+    validation.require_validate(validate)
+    wanted = validation.require_outputs(outputs)
+    choice = choose_backend(backend, labels.device, dtype)
+    if workspace_bytes is None:
+        workspace_bytes = DEFAULT_WORKSPACE_BYTES
+    elif workspace_bytes <= 0:
+        raise ValueError(f"workspace_bytes: expected a number > 0 or None, got {workspace_bytes}")
+
+    flat = labels.reshape(-1)
+    active = flat != ignore_index
+    if mask is not None:
+        active &= mask.reshape(-1) != 0
+    bad = active & ((flat < 0) | (flat >= vocab))
+    counts = [active.sum(), bad.sum()]
+    temperature = transform.temperature
+    if isinstance(temperature, Tensor) and validate != "off":
+        bad_temperature = active & ~((temperature > 0) & temperature.isfinite())
+        counts.append(bad_temperature.sum())
+    active_count, bad_count, *bad_temperatures = torch.stack(counts).tolist()
+    if any(bad_temperatures):
+        raise ValueError(validation.describe_bad_temperature(temperature, bad_temperature))
+    if bad_count and validate != "off":
+        message = validation.describe_bad_label(flat, bad, vocab, ignore_index)
+        if validate == "sync":
+            raise ValueError(message)
+        validation.defer(message)
+
+    rows = None if active_count == len(flat) else active.nonzero().squeeze(1)
+    kept = flat.masked_fill(bad, -1).to(torch.int32)
+    return _Tokens(
+        call=Call(
+            labels=kept if rows is None else kept[rows],
+            rows=rows,
+            transform=transform.for_rows(rows),
+            wanted=wanted,
+            backend=choice.name,
+            workspace_bytes=workspace_bytes,
+        ),
+        count=len(flat),
+        bad=bad if bad_count else None,
+    )

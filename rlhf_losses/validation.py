@@ -1,0 +1,145 @@
+"""Checks of what a caller passes, and the errors that wait for the next call (``validate="async"``)."""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_losses.kernels.statistics import OUTPUTS
+
+VALIDATE = ("async", "sync", "off")
+
+_pending: deque[str] = deque()
+_lock = threading.Lock()
+
+
+def defer(message: str) -> None:
+    """Keep an error for the next call of this process, or for ``check``."""
+    with _lock:
+        _pending.append(message)
+
+
+def check() -> None:
+    """Raise the errors that earlier calls with ``validate="async"`` left behind, if any; then they are forgotten.
+
+    Raises ValueError with one line per faulty call.
+    """
+    with _lock:
+        messages = list(_pending)
+        _pending.clear()
+    if messages:
+        raise ValueError("an earlier call got bad input, its tokens are NaN:\n" + "\n".join(messages))
+
+
+def require_plain(name: str, tensor: Tensor) -> None:
+    """A parameter that FSDP2 or DeepSpeed has taken apart must not reach a kernel."""
+    if hasattr(tensor, "device_mesh"):
+        raise TypeError(
+            f"{name}: expected a plain tensor, got a DTensor sharded over {tensor.device_mesh}; a gradient through "
+            "full_tensor() would not be reduced over ranks. Call the op from the forward of the module that owns "
+            f"the parameter, where FSDP2 has gathered it, or unshard() that module first and pass its {name}"
+        )
+    if tensor.numel() == 0 and hasattr(tensor, "ds_id"):
+        raise ValueError(
+            f"{name}: expected a gathered parameter, got a ZeRO-3 partition (ds_id {tensor.ds_id}, 0 elements); "
+            f"wrap the call in deepspeed.zero.GatheredParameters([{name}])"
+        )
+
+
+def require_outputs(outputs: Sequence[str]) -> frozenset[str]:
+    if isinstance(outputs, str) or not outputs or not set(outputs) <= set(OUTPUTS):
+        raise ValueError(f"outputs: expected some of {OUTPUTS} in a tuple, got {outputs!r}")
+    return frozenset(outputs)
+
+
+def require_validate(validate: str) -> None:
+    if validate not in VALIDATE:
+        raise ValueError(f"validate: expected one of {', '.join(VALIDATE)}, got {validate!r}")
+
+
+def require_head(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Shapes, types and devices of hidden states [.., H], weight [V, H] and bias [V]."""
+    require_plain("hidden_states", hidden_states)
+    require_plain("weight", weight)
+    if weight.dim() != 2 or hidden_states.dim() < 1 or hidden_states.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "hidden_states and weight: expected [..., H] and [V, H] with one H, got "
+            f"{list(hidden_states.shape)} and {list(weight.shape)}"
+        )
+    if weight.shape[0] == 0 or weight.shape[1] == 0:
+        raise ValueError(f"weight: expected a vocabulary and a hidden size of at least 1, got {list(weight.shape)}")
+    if not hidden_states.is_floating_point() or hidden_states.dtype != weight.dtype:
+        raise TypeError(
+            "hidden_states and weight: expected one floating dtype, got "
+            f"{hidden_states.dtype} and {weight.dtype}; cast one of them, or run under torch.autocast"
+        )
+    _require_device("weight", weight, hidden_states)
+    if bias is not None:
+        require_plain("bias", bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {list(bias.shape)}")
+        if not bias.is_floating_point():
+            raise TypeError(f"bias: expected a floating dtype, got {bias.dtype}")
+        _require_device("bias", bias, hidden_states)
+
+
+def require_tokens(labels: Tensor, mask: Tensor | None, leading: torch.Size, beside: Tensor, name: str) -> None:
+    """Labels and mask against the leading shape of the tensor they belong to."""
+    if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"labels: expected an integer dtype, got {labels.dtype}; pass labels.long()")
+    if labels.shape != leading:
+        raise ValueError(
+            f"labels: expected shape {list(leading)}, that of {name} {list(beside.shape)} without its last dimension, "
+            f"got {list(labels.shape)}"
+        )
+    _require_device("labels", labels, beside)
+    if mask is not None:
+        if mask.shape != labels.shape:
+            raise ValueError(f"mask: expected shape {list(labels.shape)}, that of labels, got {list(mask.shape)}")
+        _require_device("mask", mask, beside)
+
+
+def per_token_temperature(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
+    """A number as it is; a tensor spread to one value per token, [N].
+
+    A tensor has the shape of labels, or their leading dimensions (one value per sequence), or broadcasts to labels.
+    """
+    if not isinstance(temperature, Tensor):
+        return float(temperature)
+    _require_device("temperature", temperature, labels)
+    spread = temperature
+    if spread.dim() < labels.dim() and spread.shape == labels.shape[: spread.dim()]:
+        spread = spread.reshape(*spread.shape, *(1,) * (labels.dim() - spread.dim()))
+    if spread.dim() != labels.dim() or any(
+        have not in (1, want) for have, want in zip(spread.shape, labels.shape, strict=True)
+    ):
+        raise ValueError(
+            f"temperature: expected a number, a tensor shaped like labels {list(labels.shape)}, or one value per "
+            f"sequence {list(labels.shape[:1])}, got a tensor of shape {list(temperature.shape)}"
+        )
+    return spread.detach().expand(labels.shape).reshape(-1)
+
+
+def describe_bad_label(labels: Tensor, bad: Tensor, vocab: int, ignore_index: int) -> str:
+    """labels and bad [N]; reads the first bad one from the device."""
+    at = int(bad.nonzero()[0, 0])
+    return (
+        f"labels: expected 0 <= label < {vocab} (the rows of the head) or ignore_index {ignore_index}, got "
+        f"{int(labels[at])} at token {at} ({int(bad.sum())} such of {len(labels)}); mask that token, or compare the "
+        "tokenizer's vocabulary with the head's"
+    )
+
+
+def describe_bad_temperature(temperature: Tensor, bad: Tensor) -> str:
+    at = int(bad.nonzero()[0, 0])
+    return (
+        f"temperature: expected finite numbers > 0, got {float(temperature[at])} at token {at}; "
+        "pass the temperature that the policy is trained at"
+    )
+
+
+def _require_device(name: str, tensor: Tensor, beside: Tensor) -> None:
+    if tensor.device != beside.device:
+        raise ValueError(f"{name}: expected device {beside.device}, got {tensor.device}; move it with .to()")

@@ -51,7 +51,9 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if not triton_installed():
         return "triton is not installed"
     if device.type != "cuda":
-        return None if interpreting() else f"tensors are on {device.type}, the Triton kernels need a GPU"
+        if not interpreting():
+            return f"tensors are on {device.type}, the Triton kernels need a GPU"
+        return "Triton's interpreter multiplies the bits of bf16" if dtype == torch.bfloat16 else None
     limits = device_limits(device)
     if limits.vendor == "cuda" and limits.capability < 80:
         return f"the Triton kernels need compute capability 8.0, this device has {limits.capability / 10}"

@@ -36,23 +36,26 @@ class Tile:
     row_group: int = 16
     splits: int = 33
 
-    def shared_bytes(self, itemsize: int) -> int:
+    def shared_bytes(self, itemsize: int, descriptors: bool) -> int:
         operands = (self.rows + self.columns) * self.depth * itemsize * self.stages
         result = self.rows * self.columns * itemsize
-        return max(operands, result) + _SCRATCH_BYTES
+        # A descriptor's store reads a result tile of its own; elsewhere the operands' stages are used again.
+        return _SCRATCH_BYTES + (operands + result if descriptors else max(operands, result))
 
 
 # 128 x 256 is the widest accumulator that 8 warps hold in registers; on an H200 (docs/performance.md) it reaches what
 # cuBLAS reaches, 128 x 128 and 64 x 256 stay at three quarters of it. Three stages of 48 KiB cover the load latency.
 _HOPPER = (Tile(128, 256, 64, warps=8, stages=3),)
-# mma.sync keeps its operands in registers beside the accumulator, so the accumulator is half as wide. 98 KiB for
-# sm_80 (163 KiB); the later rows fit the 99 KiB of sm_86, sm_89 and sm_120, and the 64 KiB of CDNA.
+# mma.sync keeps its operands in registers beside the accumulator, so the accumulator is half as wide. The first fits
+# sm_80 (163 KiB); the later ones fit the 99 KiB of sm_86, sm_89 and sm_120, and the 64 KiB of CDNA.
 _PORTABLE = (
     Tile(128, 128, 64, warps=8, stages=3),
     Tile(128, 128, 32, warps=8, stages=3),
     Tile(64, 128, 32, warps=4, stages=2),
     Tile(64, 64, 32, warps=4, stages=2),
 )
+# True fp32 products have no tensor core: a small accumulator leaves registers for the operands.
+_FULL_PRECISION = (Tile(64, 64, 32, warps=4, stages=2), Tile(32, 32, 32, warps=4, stages=1))
 
 
 def has_descriptors(limits: DeviceLimits) -> bool:
@@ -62,10 +65,7 @@ def has_descriptors(limits: DeviceLimits) -> bool:
 
 def pick_tile(limits: DeviceLimits, itemsize: int) -> Tile | None:
     """The first tile of the table that fits, for operands of ``itemsize`` bytes; None if none does."""
-    candidates = _HOPPER + _PORTABLE if has_descriptors(limits) else _PORTABLE
-    for tile in candidates:
-        # fp32 operands: the same bytes a stage, and half the depth.
-        fitted = tile if itemsize == 2 else Tile(tile.rows, 128, max(16, tile.depth // 2), tile.warps, tile.stages)
-        if fitted.shared_bytes(itemsize) <= limits.shared_memory:
-            return fitted
-    return None
+    descriptors = has_descriptors(limits)
+    candidates = _FULL_PRECISION if itemsize == 4 else (_HOPPER if descriptors else ()) + _PORTABLE
+    fitting = (tile for tile in candidates if tile.shared_bytes(itemsize, descriptors) <= limits.shared_memory)
+    return next(fitting, None)

@@ -1,0 +1,184 @@
+"""The device, the evaluation of a back end, and the one rule by which two results are compared.
+
+truth is the reference in fp64, low the reference in the tested type, on the same inputs. An error is taken relative to
+truth, as a maximum and as a root mean square,
+
+    err(x) = max|x - truth| / max|truth|        and        sqrt(mean (x - truth)^2) / sqrt(mean truth^2),
+
+and both must be at most 2 * err(low) + eps(type), a bound that must itself stay below 0.1: all zeros have error 1.
+No test brings a tolerance of its own.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Inputs
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rlhf_losses import linear_log_probs, log_probs_from_logits
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+# Triton's interpreter multiplies the bits of bf16 numbers: there fp16 stands for both 16-bit types.
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+TRITON_DTYPES = (torch.float32, torch.float16) + ((torch.bfloat16,) if DEVICE.type == "cuda" else ())
+FLOAT_OUTPUTS = ("log_probs", "entropy", "logsumexp", "sum_p_squared")
+PARAMETERS = ("hidden", "weight", "bias")
+
+
+def dtypes_of(backend: str) -> tuple[torch.dtype, ...]:
+    return TRITON_DTYPES if backend == "triton" else (torch.float32, torch.float16, torch.bfloat16)
+
+
+def literal(value, **tolerance):
+    """A value given with six decimals: half a unit of the last, and a few roundings of fp32, are no difference."""
+    return pytest.approx(value, **({"abs": 2e-6, "rel": 3e-7} | tolerance))
+
+
+def errors(x: Tensor, truth: Tensor) -> dict[str, float]:
+    gap, truth = x.double() - truth, truth.double()
+    return {
+        "max": (gap.abs().max() / truth.abs().max()).item(),
+        "rms": (gap.square().mean().sqrt() / truth.square().mean().sqrt()).item(),
+    }
+
+
+def assert_close_to_truth(got: Tensor, truth: Tensor, low: Tensor, dtype: torch.dtype, name: str = "result") -> None:
+    """The rule at the head of this file."""
+    assert got.shape == truth.shape == low.shape, name
+    assert truth.dtype == torch.float64, name
+    assert truth.isfinite().all(), f"{name}: truth is not finite"
+    assert truth.count_nonzero() > 0, f"{name}: truth is all zero, any bound relative to it is void"
+    for form, error in errors(got, truth).items():
+        bound = 2 * errors(low, truth)[form] + torch.finfo(dtype).eps
+        assert bound < 0.1, f"{name}: a {form} bound of {bound:.3g} says nothing"
+        assert error <= bound, f"{name}: {form} error {error:.3g}, at most {bound:.3g} allowed"
+
+
+def evaluate(
+    inputs: Inputs,
+    backend: str,
+    outputs: tuple[str, ...] = ("log_probs", "entropy"),
+    upstream: dict[str, Tensor] | None = None,
+    wrt: tuple[str, ...] = (),
+    **options,
+) -> dict[str, Tensor]:
+    """The outputs asked for, and "d_hidden", "d_weight", "d_bias" for the parameters in ``wrt``.
+
+    ``upstream`` holds the gradient of each output that the loss uses.
+    """
+    parameters = {
+        name: None if x is None else x.detach().requires_grad_(name in wrt)
+        for name, x in zip(PARAMETERS, (inputs.hidden, inputs.weight, inputs.bias), strict=True)
+    }
+    stats = linear_log_probs(
+        parameters["hidden"],
+        parameters["weight"],
+        inputs.labels,
+        bias=parameters["bias"],
+        outputs=outputs,
+        backend=backend,
+        **inputs.options | options,
+    )
+    return _with_gradients(stats, outputs, upstream, {name: parameters[name] for name in wrt})
+
+
+def evaluate_logits(
+    inputs: Inputs,
+    backend: str,
+    outputs: tuple[str, ...] = ("log_probs", "entropy"),
+    upstream: dict[str, Tensor] | None = None,
+    **options,
+) -> dict[str, Tensor]:
+    """As ``evaluate``, of inputs whose ``hidden`` are the logits; "d_logits" where there is an upstream gradient."""
+    logits = inputs.hidden.detach().requires_grad_(upstream is not None)
+    # An in-place gradient may not go to a leaf's own memory as long as the test needs its values.
+    held = logits.clone() if options.get("inplace_backward") else logits
+    stats = log_probs_from_logits(held, inputs.labels, outputs=outputs, backend=backend, **inputs.options | options)
+    return _with_gradients(stats, outputs, upstream, {"logits": logits})
+
+
+def _with_gradients(stats, outputs, upstream, parameters) -> dict[str, Tensor]:
+    results = {name: getattr(stats, name) for name in outputs}
+    if upstream:
+        used = [results[name] for name in upstream]
+        gradients = torch.autograd.grad(used, list(parameters.values()), [g.to(x) for g, x in zip(upstream.values(), used, strict=True)])
+        results |= {f"d_{name}": gradient for name, gradient in zip(parameters, gradients, strict=True)}
+    return {name: x.detach() for name, x in results.items()}
+
+
+def assert_right(inputs: Inputs, backend: str, dtype: torch.dtype, evaluate=evaluate, ignore=(), **options) -> None:
+    """What ``backend`` computes in ``dtype`` against the reference, output by output and gradient by gradient."""
+    inputs = inputs.to(dtype)
+    got = evaluate(inputs, backend, **options)
+    options.pop("workspace_bytes", None)
+    options.pop("inplace_backward", None)
+    truth = evaluate(inputs.to(torch.float64), "reference", **options)
+    low = evaluate(inputs, "reference", **options)
+    assert got.keys() == truth.keys()
+    for name in got.keys() - set(ignore):
+        if name == "argmax":
+            assert torch.equal(got[name], truth[name]), name
+        else:
+            assert_close_to_truth(got[name], truth[name], low[name], dtype, name)
+
+
+def logits_as_head(logits: list[list[float]] | Tensor, dtype: torch.dtype, depth: int = 16) -> Inputs:
+    """Inputs whose raw products are exactly ``logits`` [N, V]: one-hot hidden states; the labels are 0."""
+    logits = torch.as_tensor(logits, dtype=torch.float64).to(DEVICE, dtype)
+    rows, vocab = logits.shape
+    hidden = torch.eye(rows, depth, dtype=dtype, device=DEVICE)
+    weight = torch.zeros(vocab, depth, dtype=dtype, device=DEVICE)
+    weight[:, :rows] = logits.T
+    return Inputs(hidden, weight, torch.zeros(rows, dtype=torch.int64, device=DEVICE))
+
+
+def even_head(vocab: int, value: float, dtype: torch.dtype, labels: list[int], depth: int = 8) -> Inputs:
+    """Hidden states of ones, and a weight that makes every logit ``value``: padding of zeros would stand out."""
+    hidden = torch.ones(len(labels), depth, dtype=dtype, device=DEVICE)
+    weight = torch.full((vocab, depth), value / depth, dtype=dtype, device=DEVICE)
+    return Inputs(hidden, weight, torch.tensor(labels, device=DEVICE))
+
+
+class Allocations(TorchDispatchMode):
+    """Records the number of elements of every new storage that an operation inside of the block makes."""
+
+    def __init__(self, *known: Tensor):
+        super().__init__()
+        # The tensors are kept, so that no address is used twice.
+        self.kept = list(known)
+        self.seen = {x.untyped_storage().data_ptr() for x in known}
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self.seen:
+                self.kept.append(x)
+                self.seen.add(x.untyped_storage().data_ptr())
+                self.sizes.append(x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+def python(code: str, cwd: Path = ROOT, timeout: float = 120, **environment: str) -> str:
+    """Standard output of a fresh interpreter in ``cwd``, which is on its path; fails with its errors."""
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+

@@ -172,9 +172,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the first three shapes alone")
     parser.add_argument("--commit", help="what git says here, unless given")
     arguments = parser.parse_args()
-    commit = arguments.commit or subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    commit = (
+        arguments.commit
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
     shapes = SHAPES[:3] if arguments.quick else SHAPES
     results = {
         "date": datetime.now(timezone.utc).date().isoformat(),

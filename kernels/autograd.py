@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_losses.kernels.backends import operations
-from rlhf_losses.kernels.statistics import Coefficients, RowStatistics, TokenStats
+from rlhf_losses.kernels.gemm import all_finite, finite_for_product
+from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
 
 
@@ -19,7 +20,7 @@ from rlhf_losses.kernels.transform import LogitTransform
 class Call:
     """What a call is beside its differentiable tensors.
 
-    labels     [N] int32 of the tokens in ``rows``, -1 for one that no column matches
+    labels     [N] of the tokens in ``rows``, any integer dtype, as the caller gave them
     rows       [N] int64, which of the given tokens count; None for all of them
     transform  without its bias, with per-token temperatures already those of ``rows``
     """
@@ -28,6 +29,7 @@ class Call:
     rows: Tensor | None
     transform: LogitTransform
     wanted: frozenset[str]
+    ignore_index: int
     backend: str
     workspace_bytes: int
 
@@ -71,32 +73,48 @@ def _save(ctx, call: Call, statistics: RowStatistics, *inputs: Tensor | None) ->
     ctx.save_for_backward(*inputs, *statistics._replace(log_probs=None, argmax=None))
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What the backward works on: the rows with any upstream gradient, and their coefficients."""
+def _with_gradient(call: Call, upstream: list[Tensor | None]) -> Tensor:
+    """[N] bool: the tokens that have any upstream gradient."""
+    some = torch.zeros_like(call.labels, dtype=torch.bool)
+    for gradient in upstream:
+        if gradient is not None:
+            some |= gradient != 0
+    return some & (call.labels != call.ignore_index)
 
-    call: Call
-    statistics: RowStatistics
-    coefficients: Coefficients
 
-    @classmethod
-    def of(cls, call: Call, statistics: RowStatistics, upstream: tuple[Tensor | None, ...]) -> "_Step":
-        gradients = [None if g is None else _pack(g, call.rows) for g in upstream[:4]]
-        some = torch.zeros_like(call.labels, dtype=torch.bool)
-        for gradient in gradients:
-            if gradient is not None:
-                some |= gradient != 0
-        kept = some.nonzero().squeeze(1)
-        if len(kept) < len(some):
-            call = replace(
-                call,
-                rows=kept if call.rows is None else call.rows[kept],
-                labels=call.labels[kept],
-                transform=call.transform.for_rows(kept),
-            )
-            statistics = RowStatistics(*(None if x is None else x[kept] for x in statistics))
-            gradients = [None if g is None else g[kept] for g in gradients]
-        return cls(call, statistics, Coefficients.from_upstream(statistics, *gradients))
+def _narrow(
+    call: Call, statistics: RowStatistics, coefficients: Coefficients, kept: Tensor
+) -> tuple[Call, RowStatistics, Coefficients]:
+    """All three for the tokens ``kept`` (indices among the call's)."""
+    narrowed = replace(
+        call,
+        rows=kept if call.rows is None else call.rows[kept],
+        labels=call.labels[kept],
+        transform=call.transform.for_rows(kept),
+    )
+    return (
+        narrowed,
+        RowStatistics(*(None if x is None else x[kept] for x in statistics)),
+        Coefficients(*(None if x is None else x[kept] for x in coefficients)),
+    )
+
+
+def _backward_step(
+    ctx, statistics: RowStatistics, upstream: tuple[Tensor | None, ...], question: Tensor | None = None
+) -> tuple[Call, RowStatistics, Coefficients, bool]:
+    """What the backward works on, and the answer to ``question``, a scalar bool, in the one wait for the device.
+
+    Everything that may be launched before the wait is, so that the device has work while the host reads.
+    """
+    call: Call = ctx.call
+    gradients = [None if g is None else _pack(g, call.rows) for g in upstream[:4]]
+    some = _with_gradient(call, gradients)
+    coefficients = Coefficients.from_upstream(statistics, *gradients)
+    counted = some.sum()
+    count, answer = torch.stack((counted, torch.ones_like(counted) if question is None else question)).tolist()
+    if count < len(some):
+        return *_narrow(call, statistics, coefficients, some.nonzero().squeeze(1)), bool(answer)
+    return call, statistics, coefficients, bool(answer)
 
 
 class LinearStatistics(torch.autograd.Function):
@@ -111,6 +129,7 @@ class LinearStatistics(torch.autograd.Function):
                 call.labels,
                 call.transform.with_bias(bias),
                 call.wanted,
+                call.ignore_index,
                 call.workspace_bytes,
             )
         _save(ctx, call, statistics, hidden, weight, bias)
@@ -121,19 +140,21 @@ class LinearStatistics(torch.autograd.Function):
     def backward(ctx, *upstream: Tensor | None):
         hidden, weight, bias, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        step = _Step.of(ctx.call, RowStatistics(*saved), upstream)
-        call = step.call
-        if len(call.labels) == 0:
-            inputs = zip((hidden, weight, bias), needs, strict=True)
-            return *(torch.zeros_like(x) if need else None for x, need in inputs), None
         with _without_autocast(hidden):
+            call, statistics, coefficients, finite = _backward_step(
+                ctx, RowStatistics(*saved), upstream, all_finite(weight) if needs[0] else None
+            )
+            if len(call.labels) == 0:
+                inputs = zip((hidden, weight, bias), needs, strict=True)
+                return *(torch.zeros_like(x) if need else None for x, need in inputs), None
             d_hidden, d_weight, d_bias = operations(call.backend).linear_backward(
                 _pack(hidden, call.rows),
                 weight,
+                finite_for_product(weight, finite),
                 call.labels,
                 call.transform.with_bias(bias),
-                step.statistics,
-                step.coefficients,
+                statistics,
+                coefficients,
                 needs,
                 call.workspace_bytes,
             )
@@ -151,7 +172,7 @@ class LogitsStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, call: Call, in_place: bool) -> tuple[Tensor | None, ...]:
         statistics = operations(call.backend).logits_forward(
-            logits, call.rows, call.labels, call.transform, call.wanted, call.workspace_bytes
+            logits, call.rows, call.labels, call.transform, call.wanted, call.ignore_index, call.workspace_bytes
         )
         ctx.in_place = in_place
         ctx.overwritten = False
@@ -167,8 +188,7 @@ class LogitsStatistics(torch.autograd.Function):
                 "the first wrote the gradient over the logits. Pass inplace_backward=False to keep them"
             )
         logits, *saved = ctx.saved_tensors
-        step = _Step.of(ctx.call, RowStatistics(*saved), upstream)
-        call = step.call
+        call, statistics, coefficients, _ = _backward_step(ctx, RowStatistics(*saved), upstream)
         complete = call.rows is None
         if ctx.in_place:
             ctx.overwritten = True
@@ -181,8 +201,8 @@ class LogitsStatistics(torch.autograd.Function):
                 call.rows,
                 call.labels,
                 call.transform,
-                step.statistics,
-                step.coefficients,
+                statistics,
+                coefficients,
                 d_logits,
                 call.workspace_bytes,
             )

@@ -104,6 +104,4 @@ def operations(backend: str) -> Operations:
         )
     from rlhf_losses.kernels import chunked
 
-    return Operations(
-        chunked.linear_forward, chunked.linear_backward, chunked.logits_forward, chunked.logits_backward
-    )
+    return Operations(chunked.linear_forward, chunked.linear_backward, chunked.logits_forward, chunked.logits_backward)

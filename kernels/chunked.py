@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, finite_for_product, narrowed, wide_product
-from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
+from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, narrowed, wide_product
+from rlhf_losses.kernels.statistics import Coefficients, RowStatistics, settle
 from rlhf_losses.kernels.transform import LogitTransform
 
 # [chunk, V] blocks alive at once in the backward: products, logits, slope, log p, p, dL/dz.
@@ -23,22 +23,30 @@ def _chunks(rows: int, vocab: int, dtype: torch.dtype, workspace_bytes: int) -> 
         yield slice(start, min(start + size, rows))
 
 
-def row_statistics(logits: Tensor, labels: Tensor, transform: LogitTransform, wanted: frozenset[str]) -> RowStatistics:
+def _columns(labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """[N, 1] columns of the labels, 0 where there is none, and [N] whether there is one."""
+    has_column = (labels >= 0) & (labels < vocab)
+    return labels.where(has_column, 0)[:, None].long(), has_column
+
+
+def row_statistics(
+    logits: Tensor, labels: Tensor, transform: LogitTransform, wanted: frozenset[str], ignore_index: int
+) -> RowStatistics:
     """One block of raw products [N, V] in the accumulator's dtype -> its statistics."""
     z, _ = transform.apply(logits)
     row_max = z.amax(-1)
     gap = z - torch.where(row_max.isinf(), 0.0, row_max)[:, None]
     e = gap.exp()
-    # A label of -1 (none) reads column 0; the caller overwrites what it gave.
-    label_gap = gap.gather(-1, labels.clamp(min=0)[:, None].long()).squeeze(-1)
-    return RowStatistics.from_sums(
+    columns, _ = _columns(labels, logits.shape[1])
+    statistics = RowStatistics.from_sums(
         row_max=row_max,
         s=e.sum(-1),
         u=(e * gap.masked_fill(e == 0, 0.0)).sum(-1) if "entropy" in wanted else None,
         q=e.square().sum(-1) if "sum_p_squared" in wanted else None,
-        label_gap=label_gap,
+        label_gap=gap.gather(-1, columns).squeeze(-1),
         argmax=z.argmax(-1) if "argmax" in wanted else None,
     )
+    return settle(statistics, labels, logits.shape[1], ignore_index)
 
 
 def product_gradient(
@@ -48,8 +56,8 @@ def product_gradient(
     z, slope = transform.apply(logits)
     dz = coefficients.logit_gradient((z - statistics.row_max[:, None]) - statistics.log_sum[:, None])
     if coefficients.y is not None:
-        y = torch.where(labels < 0, 0.0, coefficients.y)
-        dz.scatter_add_(-1, labels.clamp(min=0)[:, None].long(), y[:, None])
+        columns, has_column = _columns(labels, logits.shape[1])
+        dz.scatter_add_(-1, columns, coefficients.y.where(has_column, 0.0)[:, None])
     return dz * slope
 
 
@@ -67,12 +75,15 @@ def linear_forward(
     labels: Tensor,
     transform: LogitTransform,
     wanted: frozenset[str],
+    ignore_index: int,
     workspace_bytes: int,
 ) -> RowStatistics:
     """hidden [N, H], weight [V, H], labels [N] -> statistics [N]."""
     return _join(
         [
-            row_statistics(wide_product(hidden[rows], weight.T), labels[rows], transform.for_rows(rows), wanted)
+            row_statistics(
+                wide_product(hidden[rows], weight.T), labels[rows], transform.for_rows(rows), wanted, ignore_index
+            )
             for rows in _chunks(len(hidden), len(weight), hidden.dtype, workspace_bytes)
         ]
     )
@@ -81,6 +92,7 @@ def linear_forward(
 def linear_backward(
     hidden: Tensor,
     weight: Tensor,
+    product_weight: Tensor,
     labels: Tensor,
     transform: LogitTransform,
     statistics: RowStatistics,
@@ -88,13 +100,15 @@ def linear_backward(
     needs: tuple[bool, bool, bool],
     workspace_bytes: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden [N, H], weight [V, H] and bias [V], None where ``needs`` says so; summed in fp32."""
+    """Gradients of hidden [N, H], weight [V, H] and bias [V], None where ``needs`` says so; summed in fp32.
+
+    ``product_weight`` is ``weight`` with finite entries, for d_hidden.
+    """
     wide = accumulator_dtype(hidden.dtype)
     need_hidden, need_weight, need_bias = needs
     d_hidden = hidden.new_empty(hidden.shape) if need_hidden else None
     d_weight = weight.new_zeros(weight.shape, dtype=wide) if need_weight else None
     d_bias = weight.new_zeros(len(weight), dtype=wide) if need_bias else None
-    product_weight = finite_for_product(weight) if need_hidden else weight
     for rows in _chunks(len(hidden), len(weight), hidden.dtype, workspace_bytes):
         da = product_gradient(
             wide_product(hidden[rows], weight.T),
@@ -123,13 +137,16 @@ def logits_forward(
     labels: Tensor,
     transform: LogitTransform,
     wanted: frozenset[str],
+    ignore_index: int,
     workspace_bytes: int,
 ) -> RowStatistics:
     """logits [.., V] before the transform, their rows [N], labels [N] -> statistics [N]."""
     wide = accumulator_dtype(logits.dtype)
     return _join(
         [
-            row_statistics(logits[_source(rows, chunk)].to(wide), labels[chunk], transform.for_rows(chunk), wanted)
+            row_statistics(
+                logits[_source(rows, chunk)].to(wide), labels[chunk], transform.for_rows(chunk), wanted, ignore_index
+            )
             for chunk in _chunks(len(labels), logits.shape[1], logits.dtype, workspace_bytes)
         ]
     )

@@ -36,15 +36,18 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def finite_for_product(weight: Tensor) -> Tensor:
+def all_finite(weight: Tensor) -> Tensor:
+    """A scalar bool on the weight's device; one read of the weight, no copy. (A sum that overflows answers False.)"""
+    return weight.sum(dtype=accumulator_dtype(weight.dtype)).isfinite()
+
+
+def finite_for_product(weight: Tensor, finite: bool) -> Tensor:
     """``weight`` with its infinite entries set to 0; itself, not a copy, where all are finite.
 
     A head may switch a token off by a row of -inf. Its probability and da are exactly 0, but 0 * -inf in the product
-    da @ weight would be NaN. One read of the weight, and one wait for its answer, decide.
+    da @ weight would be NaN.
     """
-    if torch.isfinite(weight.sum(dtype=accumulator_dtype(weight.dtype))):
-        return weight
-    return weight.masked_fill(weight.isinf(), 0)
+    return weight if finite else weight.masked_fill(weight.isinf(), 0)
 
 
 def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:

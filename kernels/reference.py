@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlhf_losses.kernels.gemm import accumulator_dtype, finite_for_product
+from rlhf_losses.kernels.gemm import accumulator_dtype, all_finite, finite_for_product
 from rlhf_losses.kernels.statistics import TokenStats
 from rlhf_losses.kernels.transform import LogitTransform
 
@@ -19,25 +19,35 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logits: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight = ctx.saved_tensors
-        return d_logits @ finite_for_product(weight), d_logits.T @ hidden
+        return d_logits @ finite_for_product(weight, bool(all_finite(weight))), d_logits.T @ hidden
 
 
-def linear_statistics(hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform) -> TokenStats:
-    """hidden [N, H], weight [V, H], labels [N] (-1: none) -> every statistic, [N]."""
+def linear_statistics(
+    hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int
+) -> TokenStats:
+    """hidden [N, H], weight [V, H], labels [N] -> every statistic, [N]."""
     wide = accumulator_dtype(hidden.dtype)
-    return logits_statistics(_Product.apply(hidden.to(wide), weight.to(wide)), labels, transform)
+    return logits_statistics(_Product.apply(hidden.to(wide), weight.to(wide)), labels, transform, ignore_index)
 
 
-def logits_statistics(logits: Tensor, labels: Tensor, transform: LogitTransform) -> TokenStats:
-    """logits [N, V] before the transform, labels [N] (-1: none) -> every statistic, [N]."""
+def logits_statistics(logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int) -> TokenStats:
+    """logits [N, V] before the transform, labels [N] -> every statistic, [N]; 0 where ignored, NaN where bad."""
     z, _ = transform.apply(logits.to(accumulator_dtype(logits.dtype)))
     log_p = z.log_softmax(-1)
     p = log_p.exp()
+    ignored = labels == ignore_index
+    in_range = (labels >= 0) & (labels < logits.shape[-1])
+    # A factor, not a fill: the gradient of a token whose label no column has must be NaN as well.
+    factor = torch.where(ignored | in_range, 1.0, float("nan")).to(z.dtype)
+
+    def select(values: Tensor) -> Tensor:
+        return torch.where(ignored, 0.0, values * factor)
+
     return TokenStats(
-        log_probs=log_p.gather(-1, labels.clamp(min=0)[:, None].long()).squeeze(-1),
+        log_probs=select(log_p.gather(-1, labels.where(in_range, 0)[:, None].long()).squeeze(-1)),
         # Where p = 0 the product p * log p is 0, and so is its gradient; 0 * -inf would be NaN.
-        entropy=-(p * log_p.masked_fill(p == 0, 0.0)).sum(-1),
-        logsumexp=z.logsumexp(-1),
-        sum_p_squared=p.square().sum(-1),
-        argmax=z.argmax(-1),
+        entropy=select(-(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)),
+        logsumexp=select(z.logsumexp(-1)),
+        sum_p_squared=select(p.square().sum(-1)),
+        argmax=z.argmax(-1).where(in_range, -1).where(~ignored, 0),
     )

@@ -69,6 +69,19 @@ class RowStatistics(NamedTuple):
         )
 
 
+def settle(statistics: RowStatistics, labels: Tensor, vocab: int, ignore_index: int) -> RowStatistics:
+    """0 where the label is ``ignore_index``; NaN, which the backward then meets too, where no column has the label."""
+    ignored = labels == ignore_index
+    bad = ~ignored & ((labels < 0) | (labels >= vocab))
+
+    def floats(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.masked_fill(bad, float("nan")).masked_fill(ignored, 0.0)
+
+    *values, argmax = statistics
+    settled = None if argmax is None else argmax.masked_fill(bad, -1).masked_fill(ignored, 0)
+    return RowStatistics(*map(floats, values), settled)
+
+
 class Coefficients(NamedTuple):
     """[N] vectors of the formula at the head; None where no wanted gradient has that term."""
 

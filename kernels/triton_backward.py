@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, finite_for_product, narrowed
+from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, narrowed
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
 from rlhf_losses.kernels.triton_tile import (
@@ -24,6 +24,7 @@ from rlhf_losses.kernels.triton_tile import (
     Transform,
     cdiv,
     grouped,
+    label_columns,
     launch_context,
     product_tile,
     transform_tile,
@@ -53,7 +54,7 @@ def product_gradient_tile(z, slope, row_max, log_sum, coefficients, label, n, v,
 def _product_gradient_kernel(
     hidden,  # [N, H]
     weight,  # [V, H]
-    labels,  # [N] int32, -1: none
+    labels,  # [N]
     row_max,  # [N]
     log_sum,  # [N]
     coefficients: Coefficients,  # [N] each
@@ -85,7 +86,7 @@ def _product_gradient_kernel(
         z, slope = transform_tile(a, transform, n, v, N, V)
         m = tl.load(row_max + n, mask=n < N, other=0.0)
         log_s = tl.load(log_sum + n, mask=n < N, other=0.0)
-        label = tl.load(labels + n, mask=n < N, other=-1)
+        label = label_columns(labels, n, N, V)
         out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, N)
         if DESCRIPTORS:
             da.store([n0, tile * BV], out.to(da.dtype))
@@ -98,6 +99,7 @@ def _product_gradient_kernel(
 def linear_backward(
     hidden: Tensor,
     weight: Tensor,
+    product_weight: Tensor,
     labels: Tensor,
     transform: LogitTransform,
     statistics: RowStatistics,
@@ -107,6 +109,7 @@ def linear_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden [N, H], weight [V, H] and bias [V], None where ``needs`` says so.
 
+    ``product_weight`` is ``weight`` with finite entries, for d_hidden.
     The workspace holds at least one tile's columns of all rows, even where ``workspace_bytes`` is less.
     """
     need_hidden, need_weight, need_bias = needs
@@ -121,7 +124,6 @@ def linear_backward(
     d_hidden = hidden.new_zeros(hidden.shape, dtype=accumulator_dtype(dtype)) if need_hidden else None
     d_weight = weight.new_empty(weight.shape) if need_weight else None
     d_bias = weight.new_empty(vocab, dtype=torch.float32) if need_bias else None
-    product_weight = finite_for_product(weight) if need_hidden else weight
     workspace = hidden.new_empty(rows * per_stretch * width)
     for first_tile in range(0, tiles, per_stretch):
         count = min(per_stretch, tiles - first_tile)

@@ -27,6 +27,7 @@ from rlhf_losses.kernels.triton_tile import (
     Transform,
     cdiv,
     grouped,
+    label_columns,
     launch_context,
     product_tile,
     transform_tile,
@@ -80,14 +81,15 @@ def absorb_tile(z, v0, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: t
     return m_new, s, u, q, arg
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "ignore_index"])
 def _statistics_kernel(
     hidden,  # [N, H]
     weight,  # [V, H]
-    labels,  # [N] int32, -1: none
+    labels,  # [N]
     label_logit,  # [N] fp32 out, written where the label lies in this stretch
     partial: Sums,  # [splits, N] each
     transform: Transform,
+    ignore_index,
     stride_n,
     stride_v,
     N,
@@ -107,14 +109,17 @@ def _statistics_kernel(
         block, split = grouped(item, row_blocks, splits, GROUP)
         n0 = block * BN
         n = n0 + tl.arange(0, BN)
-        label = tl.load(labels + n, mask=n < N, other=-1)
+        label = label_columns(labels, n, N, V)
         m = tl.full([BN], float("-inf"), tl.float32)
         s = tl.zeros([BN], tl.float32)
         u = tl.zeros([BN], tl.float32)
         q = tl.zeros([BN], tl.float32)
         arg = tl.zeros([BN], tl.int32)
+        # A block whose tokens are all ignored walks no tile.
+        counts = tl.load(labels + n, mask=n < N, other=ignore_index) != ignore_index
         first = split * tiles_per_split
-        for tile in range(first, min(first + tiles_per_split, tl.cdiv(V, BV))):
+        last = min(first + tiles_per_split, tl.cdiv(V, BV)) * tl.max(counts.to(tl.int32), 0)
+        for tile in range(first, last):
             v0 = tile * BV
             v = v0 + tl.arange(0, BV)
             a = product_tile(
@@ -155,30 +160,39 @@ def merge_sums(m, s, u, q, arg, BIG: tl.constexpr):
 
 
 @triton.jit
-def store_statistics(out, n, inside, top, s, u, q, arg, z_y):
-    """The closed forms of statistics.py, clamped to their range without hiding a NaN."""
+def _settled(value, bad, ignored):
+    return tl.where(ignored, 0.0, tl.where(bad, float("nan"), value))
+
+
+@triton.jit
+def store_statistics(out, n, inside, V, label, ignore_index, top, s, u, q, arg, z_y):
+    """The closed forms of statistics.py in their range, NaN kept; then as ``settle`` has it: 0 ignored, NaN bad."""
+    ignored = label == ignore_index
+    bad = (label < 0) | (label >= V)
     log_sum = tl.log(s)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    log_prob = (z_y - shift) - log_sum
-    tl.store(out.row_max + n, top, mask=inside)
-    tl.store(out.log_sum + n, log_sum, mask=inside)
-    tl.store(out.log_probs + n, tl.where(log_prob > 0.0, 0.0, log_prob), mask=inside)
+    log_prob = (z_y - tl.where(top == float("-inf"), 0.0, top)) - log_sum
+    tl.store(out.row_max + n, _settled(top, bad, ignored), mask=inside)
+    tl.store(out.log_sum + n, _settled(log_sum, bad, ignored), mask=inside)
+    tl.store(out.log_probs + n, _settled(tl.where(log_prob > 0.0, 0.0, log_prob), bad, ignored), mask=inside)
     if out.entropy is not None:
         entropy = log_sum - u / s
-        tl.store(out.entropy + n, tl.where(entropy < 0.0, 0.0, entropy), mask=inside)
+        tl.store(out.entropy + n, _settled(tl.where(entropy < 0.0, 0.0, entropy), bad, ignored), mask=inside)
     if out.sum_p_squared is not None:
         ratio = q / (s * s)
-        tl.store(out.sum_p_squared + n, tl.where(ratio > 1.0, 1.0, ratio), mask=inside)
+        tl.store(out.sum_p_squared + n, _settled(tl.where(ratio > 1.0, 1.0, ratio), bad, ignored), mask=inside)
     if out.argmax is not None:
-        tl.store(out.argmax + n, arg.to(tl.int64), mask=inside)
+        tl.store(out.argmax + n, tl.where(ignored, 0, tl.where(bad, -1, arg.to(tl.int64))), mask=inside)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "ignore_index"])
 def _merge_kernel(
     partial: Sums,  # [splits, N] each
+    labels,  # [N]
     label_logit,  # [N]
     out: Merged,  # [N] each
+    ignore_index,
     N,
+    V,
     splits,
     SPLITS: tl.constexpr,
     BN: tl.constexpr,
@@ -200,8 +214,9 @@ def _merge_kernel(
     if partial.arg is not None:
         arg = tl.load(partial.arg + at, mask=inside, other=0)
     top, s, u, q, arg = merge_sums(m, s, u, q, arg, 2147483647)
+    label = tl.load(labels + n, mask=n < N, other=0)
     z_y = tl.load(label_logit + n, mask=n < N, other=0.0)
-    store_statistics(out, n, n < N, top, s, u, q, arg, z_y)
+    store_statistics(out, n, n < N, V, label, ignore_index, top, s, u, q, arg, z_y)
 
 
 def empty_statistics(rows: int, wanted: frozenset[str], device: torch.device) -> Merged:
@@ -218,11 +233,12 @@ def linear_forward(
     labels: Tensor,
     transform: LogitTransform,
     wanted: frozenset[str],
+    ignore_index: int,
     workspace_bytes: int,
 ) -> RowStatistics:
-    """hidden [N, H], weight [V, H] of one dtype, labels [N] int32 -> statistics [N]; NaN log_prob for a label of -1."""
+    """hidden [N, H], weight [V, H] of one dtype, labels [N] -> statistics [N]."""
     del workspace_bytes  # partial results take 12 to 20 bytes per row and stretch, whatever the workspace
-    (rows, depth), vocab, device = hidden.shape, len(weight), hidden.device
+    rows, vocab, device = len(hidden), len(weight), hidden.device
     problem = Problem.of(hidden, weight, transform)
     tiles = cdiv(vocab, problem.tile.columns)
     tiles_per_split = cdiv(tiles, problem.tile.splits)
@@ -238,7 +254,7 @@ def linear_forward(
         q=partial() if "sum_p_squared" in wanted else None,
         arg=partial(torch.int32) if "argmax" in wanted else None,
     )
-    label_logit = torch.full((rows,), float("nan"), device=device)
+    label_logit = torch.empty(rows, device=device)
     out = empty_statistics(rows, wanted, device)
     with launch_context(device):
         _statistics_kernel[(problem.programs(splits),)](
@@ -248,6 +264,7 @@ def linear_forward(
             label_logit,
             sums,
             problem.transform,
+            ignore_index,
             problem.stride_n,
             problem.stride_v,
             rows,
@@ -258,6 +275,15 @@ def linear_forward(
         )
         merge_rows = 64
         _merge_kernel[(cdiv(rows, merge_rows),)](
-            sums, label_logit, out, rows, splits, SPLITS=triton.next_power_of_2(splits), BN=merge_rows
+            sums,
+            labels,
+            label_logit,
+            out,
+            ignore_index,
+            rows,
+            vocab,
+            splits,
+            SPLITS=triton.next_power_of_2(splits),
+            BN=merge_rows,
         )
     return RowStatistics(*out)

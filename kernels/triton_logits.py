@@ -13,7 +13,7 @@ from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
 from rlhf_losses.kernels.triton_backward import product_gradient_tile
 from rlhf_losses.kernels.triton_forward import Merged, absorb_tile, empty_statistics, store_statistics
-from rlhf_losses.kernels.triton_tile import Transform, cdiv, launch_context, transform_tile
+from rlhf_losses.kernels.triton_tile import Transform, cdiv, label_columns, launch_context, transform_tile
 
 _BLOCK = 4096
 _WARPS = 8
@@ -27,13 +27,14 @@ def _source_row(rows, n):
     return n.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "ignore_index"])
 def _statistics_kernel(
     logits,  # [.., V]
     rows,  # [N] int64, or None for all
-    labels,  # [N] int32, -1: none
+    labels,  # [N]
     out: Merged,  # [N] each
     transform: Transform,
+    ignore_index,
     stride_n,
     N,
     V,
@@ -55,10 +56,11 @@ def _statistics_kernel(
         m, s, u, q, arg = absorb_tile(
             z, v0, m, s, u, q, arg, out.entropy is not None, out.sum_p_squared is not None, out.argmax is not None
         )
-    label = tl.load(labels + n)
-    a_y = tl.load(source + label + tl.arange(0, 1), mask=label >= 0, other=float("nan")).to(tl.float32)
-    z_y, _ = transform_tile(a_y[None, :], transform, ns, label + tl.arange(0, 1), N, V)
-    store_statistics(out, ns, ns < N, m, s, u, q, arg, tl.reshape(z_y, [1]))
+    column = label_columns(labels, ns, N, V)
+    a_y = tl.load(source + column, mask=column >= 0, other=0.0).to(tl.float32)
+    z_y, _ = transform_tile(a_y[None, :], transform, ns, column, N, V)
+    label = tl.load(labels + ns)
+    store_statistics(out, ns, ns < N, V, label, ignore_index, m, s, u, q, arg, tl.reshape(z_y, [1]))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -66,7 +68,7 @@ def _gradient_kernel(
     logits,  # [.., V]
     d_logits,  # [.., V] out, may be logits
     rows,  # [N] int64, or None for all
-    labels,  # [N] int32, -1: none
+    labels,  # [N]
     row_max,  # [N]
     log_sum,  # [N]
     coefficients: Coefficients,  # [N] each
@@ -83,7 +85,7 @@ def _gradient_kernel(
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     a = tl.load(logits + row * stride_n + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     z, slope = transform_tile(a, transform, ns, v, N, V)
-    m, log_s, label = tl.load(row_max + ns), tl.load(log_sum + ns), tl.load(labels + ns)
+    m, log_s, label = tl.load(row_max + ns), tl.load(log_sum + ns), label_columns(labels, ns, N, V)
     da = product_gradient_tile(z, slope, m, log_s, coefficients, label, ns, v, N)
     tl.store(d_logits + row * stride_out + v[None, :], da.to(d_logits.dtype.element_ty), mask=(v < V)[None, :])
 
@@ -94,9 +96,10 @@ def logits_forward(
     labels: Tensor,
     transform: LogitTransform,
     wanted: frozenset[str],
+    ignore_index: int,
     workspace_bytes: int,
 ) -> RowStatistics:
-    """logits [.., V] before the transform, their rows [N], labels [N] int32 -> statistics [N]."""
+    """logits [.., V] before the transform, their rows [N], labels [N] -> statistics [N]."""
     del workspace_bytes
     vocab = logits.shape[1]
     out = empty_statistics(len(labels), wanted, logits.device)
@@ -107,6 +110,7 @@ def logits_forward(
             labels,
             out,
             Transform.of(transform),
+            ignore_index,
             logits.stride(0),
             len(labels),
             vocab,

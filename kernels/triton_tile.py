@@ -109,6 +109,13 @@ def product_tile(
 
 
 @triton.jit
+def label_columns(labels, n, N, V):
+    """[BN] int32 columns of the labels of rows n; -1 where the label is no column, or the row no row."""
+    label = tl.load(labels + n, mask=n < N, other=-1)
+    return tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
+
+
+@triton.jit
 def grouped(item, row_blocks, columns, GROUP: tl.constexpr):
     """(row block, column) number ``item``: GROUP row blocks run through all columns before the next GROUP begins.
 

@@ -1,7 +1,6 @@
 """The public functions over a head: from hidden states, and from logits that somebody already holds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from rlhf_losses import validation
 from rlhf_losses.kernels import reference
 from rlhf_losses.kernels.autograd import Call, LinearStatistics, LogitsStatistics
 from rlhf_losses.kernels.backends import BackendChoice, choose_backend
+from rlhf_losses.kernels.gemm import accumulator_dtype
 from rlhf_losses.kernels.statistics import TokenStats
 from rlhf_losses.kernels.transform import LogitTransform
 
@@ -53,8 +53,9 @@ def linear_log_probs(
         backend: "auto", "triton", "chunked" or "reference"; ``backend_for`` says what "auto" takes and why.
         workspace_bytes: what the backward may hold beside its results, 512 MiB if None; at least one tile's columns
             of all tokens (triton), or one token's logits (chunked).
-        validate: what happens with a label outside of [0, V): "async" gives NaN for that token and raises at the next
-            call or at ``check()``, "sync" raises at once, "off" gives NaN.
+        validate: what happens with a label outside of [0, V) at a token that counts: "async" gives NaN for that token,
+            its gradient included, and raises at the next call or at ``check()``; "sync" raises at once, and waits for
+            the device; "off" gives NaN.
 
     Returns:
         ``TokenStats`` with the fields asked for, shaped like labels, fp32 (fp64 for fp64 inputs).
@@ -68,9 +69,8 @@ def linear_log_probs(
     hidden_states, weight, bias = _autocast(hidden_states, weight, bias)
     validation.require_head(hidden_states, weight, bias)
     validation.require_tokens(labels, mask, hidden_states.shape[:-1], hidden_states, "hidden_states")
-    tokens = _prepare(
+    call = _prepare(
         labels=labels,
-        vocab=weight.shape[0],
         dtype=hidden_states.dtype,
         transform=LogitTransform(
             scale=logit_scale, softcap=softcap, temperature=validation.per_token_temperature(temperature, labels)
@@ -83,16 +83,16 @@ def linear_log_probs(
         validate=validate,
     )
     hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
-    call = tokens.call
     if len(call.labels) == 0:
         # Nothing to score, but a graph: every parameter gets its zeros.
-        link = hidden.sum() * 0 + weight[:0].sum() + (0 if bias is None else bias[:0].sum())
-        return tokens.finish(tokens.nothing(link), labels)
-    if call.backend == "reference":
+        stats = _nothing(len(hidden), hidden[:0].sum() + weight[:0].sum() + (0 if bias is None else bias[:0].sum()))
+    elif call.backend == "reference":
         picked = hidden if call.rows is None else hidden[call.rows]
-        stats = reference.linear_statistics(picked, weight, call.labels, call.transform.with_bias(bias))
-        return tokens.finish(tokens.scattered(stats), labels)
-    return tokens.finish(TokenStats(*LinearStatistics.apply(hidden, weight, bias, call)), labels)
+        packed = reference.linear_statistics(picked, weight, call.labels, call.transform.with_bias(bias), ignore_index)
+        stats = _scattered(packed, call.rows, len(hidden))
+    else:
+        stats = TokenStats(*LinearStatistics.apply(hidden, weight, bias, call))
+    return _finish(stats, call, weight.shape[0], labels.shape, validate)
 
 
 def log_probs_from_logits(
@@ -124,9 +124,8 @@ def log_probs_from_logits(
     if not logits.is_floating_point():
         raise TypeError(f"logits: expected a floating dtype, got {logits.dtype}")
     validation.require_tokens(labels, mask, logits.shape[:-1], logits, "logits")
-    tokens = _prepare(
+    call = _prepare(
         labels=labels,
-        vocab=logits.shape[-1],
         dtype=logits.dtype,
         transform=LogitTransform(
             scale=logit_scale, softcap=softcap, temperature=validation.per_token_temperature(temperature, labels)
@@ -139,14 +138,15 @@ def log_probs_from_logits(
         validate=validate,
     )
     flat = logits.reshape(-1, logits.shape[-1])
-    call = tokens.call
     if len(call.labels) == 0:
-        return tokens.finish(tokens.nothing(flat[:0].sum()), labels)
-    if call.backend == "reference":
+        stats = _nothing(len(flat), flat[:0].sum())
+    elif call.backend == "reference":
         picked = flat if call.rows is None else flat[call.rows]
-        stats = reference.logits_statistics(picked, call.labels, call.transform)
-        return tokens.finish(tokens.scattered(stats), labels)
-    return tokens.finish(TokenStats(*LogitsStatistics.apply(flat, call, inplace_backward)), labels)
+        packed = reference.logits_statistics(picked, call.labels, call.transform, ignore_index)
+        stats = _scattered(packed, call.rows, len(flat))
+    else:
+        stats = TokenStats(*LogitsStatistics.apply(flat, call, inplace_backward))
+    return _finish(stats, call, logits.shape[-1], labels.shape, validate)
 
 
 def backend_for(tensor: Tensor, backend: str = "auto") -> BackendChoice:
@@ -167,47 +167,9 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     return hidden.to(dtype), weight.to(dtype), bias
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """A call's tokens after validation: the packed ``Call``, and what turns its numbers into those of all tokens."""
-
-    call: Call
-    count: int
-    bad: Tensor | None
-
-    def scattered(self, stats: TokenStats) -> TokenStats:
-        """Statistics of the packed rows, spread to all tokens."""
-        rows = self.call.rows
-        if rows is None:
-            return stats
-        return TokenStats(
-            *(None if x is None else x.new_zeros(self.count).index_copy(0, rows, x) for x in stats)
-        )
-
-    def nothing(self, link: Tensor) -> TokenStats:
-        """Zeros for all tokens, hanging on the graph of ``link``, a scalar 0."""
-        wide = torch.float64 if link.dtype == torch.float64 else torch.float32
-        zeros = link.to(wide).expand(self.count)
-        return TokenStats(zeros, zeros, zeros, zeros, torch.zeros(self.count, dtype=torch.int64, device=link.device))
-
-    def finish(self, stats: TokenStats, labels: Tensor) -> TokenStats:
-        """Only what was asked for, shaped like labels; NaN, gradients included, where the label was bad."""
-        fields = {}
-        for name, values in stats._asdict().items():
-            if values is None or name not in self.call.wanted:
-                continue
-            if self.bad is not None:
-                poison = -1 if name == "argmax" else float("nan")
-                spoiled = torch.where(self.bad, poison, 0 if name == "argmax" else 1.0).to(values.dtype)
-                values = torch.where(self.bad, spoiled, values) if name == "argmax" else values * spoiled
-            fields[name] = values.reshape(labels.shape)
-        return TokenStats(**fields)
-
-
 def _prepare(
     *,
     labels: Tensor,
-    vocab: int,
     dtype: torch.dtype,
     transform: LogitTransform,
     mask: Tensor | None,
@@ -216,8 +178,12 @@ def _prepare(
     backend: str,
     workspace_bytes: int | None,
     validate: str,
-) -> _Tokens:
-    """Raise what earlier calls left, check this one, and pack its tokens; one wait for the device."""
+) -> Call:
+    """Raise what earlier calls left, check this one, and pack its tokens.
+
+    Packing waits for the device to say how many tokens count. Without a mask that wait would buy little: there all
+    tokens on a GPU are kept, and the kernels pass over blocks of ignored ones.
+    """
     validation.check()
     validation.require_validate(validate)
     wanted = validation.require_outputs(outputs)
@@ -226,37 +192,42 @@ def _prepare(
         workspace_bytes = DEFAULT_WORKSPACE_BYTES
     elif workspace_bytes <= 0:
         raise ValueError(f"workspace_bytes: expected a number > 0 or None, got {workspace_bytes}")
+    labels = labels.reshape(-1)
+    rows = None
+    if mask is not None or not labels.is_cuda:
+        active = labels != ignore_index
+        if mask is not None:
+            active &= mask.reshape(-1) != 0
+        rows = active.nonzero().squeeze(1)
+        if len(rows) == len(labels):
+            rows = None
+        else:
+            labels, transform = labels[rows], transform.for_rows(rows)
+    if isinstance(transform.temperature, Tensor) and validate != "off":
+        validation.check_temperatures(transform.temperature)
+    return Call(labels, rows, transform, wanted, ignore_index, choice.name, workspace_bytes)
 
-    flat = labels.reshape(-1)
-    active = flat != ignore_index
-    if mask is not None:
-        active &= mask.reshape(-1) != 0
-    bad = active & ((flat < 0) | (flat >= vocab))
-    counts = [active.sum(), bad.sum()]
-    temperature = transform.temperature
-    if isinstance(temperature, Tensor) and validate != "off":
-        bad_temperature = active & ~((temperature > 0) & temperature.isfinite())
-        counts.append(bad_temperature.sum())
-    active_count, bad_count, *bad_temperatures = torch.stack(counts).tolist()
-    if any(bad_temperatures):
-        raise ValueError(validation.describe_bad_temperature(temperature, bad_temperature))
-    if bad_count and validate != "off":
-        message = validation.describe_bad_label(flat, bad, vocab, ignore_index)
-        if validate == "sync":
-            raise ValueError(message)
-        validation.defer(message)
 
-    rows = None if active_count == len(flat) else active.nonzero().squeeze(1)
-    kept = flat.masked_fill(bad, -1).to(torch.int32)
-    return _Tokens(
-        call=Call(
-            labels=kept if rows is None else kept[rows],
-            rows=rows,
-            transform=transform.for_rows(rows),
-            wanted=wanted,
-            backend=choice.name,
-            workspace_bytes=workspace_bytes,
-        ),
-        count=len(flat),
-        bad=bad if bad_count else None,
+def _nothing(count: int, link: Tensor) -> TokenStats:
+    """Zeros for all tokens, hanging on the graph of ``link``, a scalar 0."""
+    zeros = link.to(accumulator_dtype(link.dtype)).expand(count)
+    return TokenStats(zeros, zeros, zeros, zeros, torch.zeros(count, dtype=torch.int64, device=link.device))
+
+
+def _scattered(stats: TokenStats, rows: Tensor | None, count: int) -> TokenStats:
+    """Statistics of packed rows, spread to all tokens."""
+    if rows is None:
+        return stats
+    return TokenStats(*(x.new_zeros(count).index_copy(0, rows, x) for x in stats))
+
+
+def _finish(stats: TokenStats, call: Call, vocab: int, shape: torch.Size, validate: str) -> TokenStats:
+    """Only what was asked for, in the labels' shape. The labels' check comes last: its launches delay no kernel."""
+    validation.check_labels(call.labels, vocab, call.ignore_index, validate)
+    return TokenStats(
+        **{
+            name: values.reshape(shape)
+            for name, values in stats._asdict().items()
+            if values is not None and name in call.wanted
+        }
     )

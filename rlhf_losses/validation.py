@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,26 +12,73 @@ from rlhf_losses.kernels.statistics import OUTPUTS
 
 VALIDATE = ("async", "sync", "off")
 
-_pending: deque[str] = deque()
+
+@dataclass(frozen=True)
+class _Deferred:
+    """A call's answer to «was a label bad?», on its way to the host, and what it takes to say which."""
+
+    answer: Tensor
+    ready: torch.cuda.Event | None
+    labels: Tensor
+    vocab: int
+    ignore_index: int
+
+    def message(self) -> str | None:
+        if self.ready is not None:
+            self.ready.synchronize()
+        if not self.answer:
+            return None
+        return describe_bad_label(self.labels, self.vocab, self.ignore_index)
+
+
+_pending: deque[_Deferred] = deque()
 _lock = threading.Lock()
 
 
-def defer(message: str) -> None:
-    """Keep an error for the next call of this process, or for ``check``."""
-    with _lock:
-        _pending.append(message)
-
-
 def check() -> None:
-    """Raise the errors that earlier calls with ``validate="async"`` left behind, if any; then they are forgotten.
+    """Raise what earlier calls with ``validate="async"`` found, if anything; then it is forgotten.
 
-    Raises ValueError with one line per faulty call.
+    Waits for the device to have reached the end of those calls' checks. Raises ValueError with a line per faulty call.
     """
     with _lock:
-        messages = list(_pending)
+        calls = list(_pending)
         _pending.clear()
+    messages = [message for call in calls if (message := call.message()) is not None]
     if messages:
         raise ValueError("an earlier call got bad input, its tokens are NaN:\n" + "\n".join(messages))
+
+
+def check_labels(labels: Tensor, vocab: int, ignore_index: int, validate: str) -> None:
+    """labels [N]: raise for a bad one now ("sync"), at the next call ("async"), or never ("off")."""
+    if validate == "off":
+        return
+    answer = bad_labels(labels, vocab, ignore_index).any()
+    if validate == "sync":
+        if answer:
+            raise ValueError(describe_bad_label(labels, vocab, ignore_index))
+        return
+    ready = None
+    if answer.is_cuda:
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(answer, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(labels.device))
+    with _lock:
+        _pending.append(_Deferred(answer, ready, labels, vocab, ignore_index))
+
+
+def bad_labels(labels: Tensor, vocab: int, ignore_index: int) -> Tensor:
+    return (labels != ignore_index) & ((labels < 0) | (labels >= vocab))
+
+
+def describe_bad_label(labels: Tensor, vocab: int, ignore_index: int) -> str:
+    """Names the first bad one of labels [N], among the tokens that count."""
+    bad = bad_labels(labels, vocab, ignore_index)
+    at = int(bad.nonzero()[0, 0])
+    return (
+        f"labels: expected 0 <= label < {vocab} (the rows of the head) or ignore_index {ignore_index}, got "
+        f"{int(labels[at])} at unmasked token {at} ({int(bad.sum())} such of {len(labels)}); mask that token, or "
+        "compare the tokenizer's vocabulary with the head's"
+    )
 
 
 def require_plain(name: str, tensor: Tensor) -> None:
@@ -122,22 +170,15 @@ def per_token_temperature(temperature: float | Tensor, labels: Tensor) -> float 
     return spread.detach().expand(labels.shape).reshape(-1)
 
 
-def describe_bad_label(labels: Tensor, bad: Tensor, vocab: int, ignore_index: int) -> str:
-    """labels and bad [N]; reads the first bad one from the device."""
-    at = int(bad.nonzero()[0, 0])
-    return (
-        f"labels: expected 0 <= label < {vocab} (the rows of the head) or ignore_index {ignore_index}, got "
-        f"{int(labels[at])} at token {at} ({int(bad.sum())} such of {len(labels)}); mask that token, or compare the "
-        "tokenizer's vocabulary with the head's"
-    )
-
-
-def describe_bad_temperature(temperature: Tensor, bad: Tensor) -> str:
-    at = int(bad.nonzero()[0, 0])
-    return (
-        f"temperature: expected finite numbers > 0, got {float(temperature[at])} at token {at}; "
-        "pass the temperature that the policy is trained at"
-    )
+def check_temperatures(temperature: Tensor) -> None:
+    """temperature [N]: one bad entry raises; waits for the device."""
+    bad = ~((temperature > 0) & temperature.isfinite())
+    if bad.any():
+        at = int(bad.nonzero()[0, 0])
+        raise ValueError(
+            f"temperature: expected finite numbers > 0, got {float(temperature[at])} at unmasked token {at}; "
+            "pass the temperature that the policy is trained at"
+        )
 
 
 def _require_device(name: str, tensor: Tensor, beside: Tensor) -> None:

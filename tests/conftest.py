@@ -94,6 +94,11 @@ def _choose_path(name, monkeypatch):
     return name.removesuffix("-pointers")
 
 
+@pytest.fixture
+def choose_path(monkeypatch):
+    return lambda name: _choose_path(name, monkeypatch)
+
+
 @pytest.fixture(params=["reference", "chunked", "triton", "triton-pointers"])
 def backend(request, monkeypatch):
     return _choose_path(request.param, monkeypatch)

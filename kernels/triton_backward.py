@@ -19,35 +19,8 @@ from torch import Tensor
 from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, narrowed
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
-from rlhf_losses.kernels.triton_tile import (
-    Problem,
-    Transform,
-    cdiv,
-    grouped,
-    label_columns,
-    launch_context,
-    product_tile,
-    transform_tile,
-)
-
-
-@triton.jit
-def product_gradient_tile(z, slope, row_max, log_sum, coefficients, label, n, v, N):
-    """da [BN, BV] from transformed logits z and dz/da, both [BN, BV]; row_max, log_sum, label, n [BN], v [BV]."""
-    log_p = (z - row_max[:, None]) - log_sum[:, None]
-    p = tl.exp(log_p)
-    dz = tl.zeros_like(p) + tl.load(coefficients.p + n, mask=n < N, other=0.0)[:, None]
-    if coefficients.plogp is not None:
-        # p = 0 has log p = -inf, whose product would be NaN; e^-200 is 0 in fp32.
-        c_plogp = tl.load(coefficients.plogp + n, mask=n < N, other=0.0)
-        dz += c_plogp[:, None] * tl.maximum(log_p, -200.0)
-    if coefficients.pp is not None:
-        dz += tl.load(coefficients.pp + n, mask=n < N, other=0.0)[:, None] * p
-    dz = dz * p
-    if coefficients.y is not None:
-        c_y = tl.load(coefficients.y + n, mask=n < N, other=0.0)
-        dz += tl.where(v[None, :] == label[:, None], c_y[:, None], 0.0)
-    return dz * slope
+from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context
+from rlhf_losses.kernels.triton_tile import grouped, label_columns, product_gradient_tile, product_tile, transform_tile
 
 
 @triton.jit(do_not_specialize=["N", "first_tile", "stride_da"])
@@ -129,7 +102,7 @@ def linear_backward(
         count = min(per_stretch, tiles - first_tile)
         padded = workspace[: rows * count * width].view(rows, count * width)
         with launch_context(device):
-            _product_gradient_kernel[(problem.programs(count),)](
+            arguments = (
                 problem.hidden,
                 problem.weight,
                 labels,
@@ -137,16 +110,18 @@ def linear_backward(
                 statistics.log_sum,
                 coefficients,
                 problem.transform,
-                problem.result(padded),
-                problem.stride_n,
-                problem.stride_v,
-                padded.stride(0),
-                rows,
-                vocab,
-                first_tile,
-                count,
-                **problem.constants,
             )
+            stretch = (rows, vocab, first_tile, count)
+            grid = (problem.programs(count),)
+            if problem.overlapped:
+                from rlhf_losses.kernels import hopper
+
+                out = problem.blocks(padded, problem.tile.rows // 2, width)
+                hopper.product_gradient_kernel[grid](*arguments, out, *stretch, **problem.constants, **hopper.GRADIENT)
+            else:
+                out = problem.blocks(padded, problem.tile.rows, width)
+                strides = (problem.stride_n, problem.stride_v, padded.stride(0))
+                _product_gradient_kernel[grid](*arguments, out, *strides, *stretch, **problem.constants)
         columns = slice(first_tile * width, min((first_tile + count) * width, vocab))
         da = padded[:, : columns.stop - columns.start]
         if d_bias is not None:

@@ -22,19 +22,15 @@ from torch import Tensor
 
 from rlhf_losses.kernels.statistics import RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
+from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context
 from rlhf_losses.kernels.triton_tile import (
-    Problem,
-    Transform,
-    cdiv,
+    NO_GAP,
+    absorb_tile,
     grouped,
     label_columns,
-    launch_context,
     product_tile,
     transform_tile,
 )
-
-# e^-200 is 0 in fp32: below it a logit's gap adds nothing to u, and a gap of -inf would add NaN.
-_NO_GAP = tl.constexpr(-200.0)
 
 
 class Sums(NamedTuple):
@@ -56,29 +52,6 @@ class Merged(NamedTuple):
     entropy: Tensor | None
     sum_p_squared: Tensor | None
     argmax: Tensor | None
-
-
-@triton.jit
-def absorb_tile(z, v0, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr):
-    """Running sums [BN] after one more tile of logits z [BN, BV] whose first column is v0."""
-    if ARG:
-        tile_max, tile_arg = tl.max(z, 1, return_indices=True)
-        arg = tl.where(tile_max > m, v0 + tile_arg, arg)
-    else:
-        tile_max = tl.max(z, 1)
-    m_new = tl.maximum(m, tile_max)
-    # A row with nothing but -inf so far: gaps of -inf, not NaN.
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    gap = z - shift[:, None]
-    e = tl.exp(gap)
-    step = tl.maximum(m - shift, _NO_GAP)
-    decay = tl.exp(step)
-    if U:
-        u = decay * (u + step * s) + tl.sum(tl.maximum(gap, _NO_GAP) * e, 1)
-    if Q:
-        q = decay * decay * q + tl.sum(e * e, 1)
-    s = decay * s + tl.sum(e, 1)
-    return m_new, s, u, q, arg
 
 
 @triton.jit(do_not_specialize=["N", "ignore_index"])
@@ -134,7 +107,7 @@ def _statistics_kernel(
                 z_y = tl.sum(tl.where(v[None, :] == label[:, None], z, 0.0), 1)
                 tl.store(label_logit + n, z_y, mask=here)
             m, s, u, q, arg = absorb_tile(
-                z, v0, m, s, u, q, arg, partial.u is not None, partial.q is not None, partial.arg is not None
+                z, v, m, s, u, q, arg, partial.u is not None, partial.q is not None, partial.arg is not None
             )
         at = split.to(tl.int64) * N + n
         tl.store(partial.m + at, m, mask=n < N)
@@ -152,7 +125,7 @@ def merge_sums(m, s, u, q, arg, BIG: tl.constexpr):
     """Sums over stretches [S, BN] -> sums over all [BN]; a stretch of -inf alone adds nothing."""
     top = tl.max(m, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    step = tl.maximum(m - shift[None, :], _NO_GAP)
+    step = tl.maximum(m - shift[None, :], NO_GAP)
     decay = tl.exp(step)
     # The first stretch to reach the maximum holds the lowest index.
     first = tl.min(tl.where(m == top[None, :], arg, BIG), 0)
@@ -257,22 +230,16 @@ def linear_forward(
     label_logit = torch.empty(rows, device=device)
     out = empty_statistics(rows, wanted, device)
     with launch_context(device):
-        _statistics_kernel[(problem.programs(splits),)](
-            problem.hidden,
-            problem.weight,
-            labels,
-            label_logit,
-            sums,
-            problem.transform,
-            ignore_index,
-            problem.stride_n,
-            problem.stride_v,
-            rows,
-            vocab,
-            tiles_per_split,
-            splits,
-            **problem.constants,
-        )
+        arguments = (problem.hidden, problem.weight, labels, label_logit, sums, problem.transform, ignore_index)
+        stretches = (rows, vocab, tiles_per_split, splits)
+        grid = (problem.programs(splits),)
+        if problem.overlapped:
+            from rlhf_losses.kernels import hopper
+
+            hopper.statistics_kernel[grid](*arguments, *stretches, **problem.constants, **hopper.STATISTICS)
+        else:
+            strides = (problem.stride_n, problem.stride_v)
+            _statistics_kernel[grid](*arguments, *strides, *stretches, **problem.constants)
         merge_rows = 64
         _merge_kernel[(cdiv(rows, merge_rows),)](
             sums,

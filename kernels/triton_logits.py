@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
-from rlhf_losses.kernels.triton_backward import product_gradient_tile
-from rlhf_losses.kernels.triton_forward import Merged, absorb_tile, empty_statistics, store_statistics
-from rlhf_losses.kernels.triton_tile import Transform, cdiv, label_columns, launch_context, transform_tile
+from rlhf_losses.kernels.triton_forward import Merged, empty_statistics, store_statistics
+from rlhf_losses.kernels.triton_problem import Transform, cdiv, launch_context
+from rlhf_losses.kernels.triton_tile import absorb_tile, label_columns, product_gradient_tile, transform_tile
 
 _BLOCK = 4096
 _WARPS = 8
@@ -54,7 +54,7 @@ def _statistics_kernel(
         z, _ = transform_tile(a, transform, ns, v, N, V)
         z = tl.where((v < V)[None, :], z, float("-inf"))
         m, s, u, q, arg = absorb_tile(
-            z, v0, m, s, u, q, arg, out.entropy is not None, out.sum_p_squared is not None, out.argmax is not None
+            z, v, m, s, u, q, arg, out.entropy is not None, out.sum_p_squared is not None, out.argmax is not None
         )
     column = label_columns(labels, ns, N, V)
     a_y = tl.load(source + column, mask=column >= 0, other=0.0).to(tl.float32)

@@ -1,49 +1,22 @@
-"""The tile code that the Triton kernels share: operand loads, the product, the logit transform, program order.
+"""The tile code that the Triton kernels share: products, logit transform, running sums, gradient, program order.
 
 N tokens, V vocabulary, H hidden size; BN, BV, BH the tile's sides. Row offsets are int64: N * V passes 2^31 early.
+Called from the Hopper kernels too, so nothing here makes a tensor out of nothing: Gluon would want its layout.
+(``product_tile`` does; it is the portable kernels' alone.)
 """
 
-from contextlib import nullcontext
-from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from rlhf_losses.kernels.backends import device_limits
-from rlhf_losses.kernels.tiles import DeviceLimits, Tile, has_descriptors, pick_tile
-from rlhf_losses.kernels.transform import LogitTransform
-
-
-class Transform(NamedTuple):
-    """``LogitTransform`` for a kernel: a part that is None vanishes at compile time, a value compiles nothing anew."""
-
-    bias: Tensor | None  # [V]
-    scale: float | None
-    softcap: float | None
-    inverse_temperature: float | None
-    inverse_temperatures: Tensor | None  # [N] fp32
-
-    @classmethod
-    def of(cls, transform: LogitTransform) -> "Transform":
-        per_token = isinstance(transform.temperature, Tensor)
-        return cls(
-            bias=transform.bias,
-            scale=None if transform.scale is None else float(transform.scale),
-            softcap=None if transform.softcap is None else float(transform.softcap),
-            inverse_temperature=None if per_token or transform.temperature == 1 else 1.0 / transform.temperature,
-            inverse_temperatures=transform.temperature.float().reciprocal().contiguous() if per_token else None,
-        )
+# e^-200 is 0 in fp32: below it a logit's gap adds nothing to u, and a gap of -inf would add NaN.
+NO_GAP = tl.constexpr(-200.0)
 
 
 @triton.jit
 def transform_tile(a, transform, n, v, N, V):
     """z and dz/da of raw products a [BN, BV], n [BN] and v [BV] their rows and columns."""
     z = a
-    slope = tl.full(a.shape, 1.0, tl.float32)
+    slope = 1.0
     if transform.bias is not None:
         z = z + tl.load(transform.bias + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     if transform.scale is not None:
@@ -127,87 +100,41 @@ def grouped(item, row_blocks, columns, GROUP: tl.constexpr):
     return first + rest % size, rest // size
 
 
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+@triton.jit
+def absorb_tile(z, v, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr):
+    """Running sums [BN] after one more tile of logits z [BN, BV], its columns v [BV] in rising order."""
+    tile_max = tl.max(z, 1)
+    if ARG:
+        tile_arg = tl.min(tl.where(z == tile_max[:, None], v[None, :], 2147483647), 1)
+        arg = tl.where(tile_max > m, tile_arg, arg)
+    m_new = tl.maximum(m, tile_max)
+    # A row with nothing but -inf so far: gaps of -inf, not NaN.
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    gap = z - shift[:, None]
+    e = tl.exp(gap)
+    step = tl.maximum(m - shift, NO_GAP)
+    decay = tl.exp(step)
+    if U:
+        u = decay * (u + step * s) + tl.sum(tl.maximum(gap, NO_GAP) * e, 1)
+    if Q:
+        q = decay * decay * q + tl.sum(e * e, 1)
+    s = decay * s + tl.sum(e, 1)
+    return m_new, s, u, q, arg
 
 
-def launch_context(device: torch.device):
-    """Kernels launch on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _fits_descriptors(*matrices: Tensor) -> bool:
-    """A descriptor wants a 16-byte aligned start and rows that are a multiple of 16 bytes apart."""
-    return all(
-        matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0 for matrix in matrices
-    )
-
-
-@dataclass(frozen=True)
-class Problem:
-    """hidden [N, H] and weight [V, H] made ready for ``product_tile``: descriptors or pointers, tile and constants."""
-
-    hidden: Any
-    weight: Any
-    transform: Transform
-    stride_n: int
-    stride_v: int
-    tile: Tile
-    limits: DeviceLimits
-    rows: int
-    constants: dict[str, Any]
-
-    @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, transform: LogitTransform) -> "Problem":
-        limits = device_limits(hidden.device)
-        tile = pick_tile(limits, hidden.element_size())
-        assert tile is not None  # choose_backend has asked
-        rows, depth = hidden.shape
-        # TF32's 10 bits would show in every log-probability of an fp32 model.
-        precision = "ieee" if hidden.dtype == torch.float32 else "tf32"
-        hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (hidden, weight))
-        stride_n, stride_v = hidden.stride(0), weight.stride(0)
-        descriptors = (
-            has_descriptors(limits)
-            and find_spec("triton.tools.tensor_descriptor") is not None  # from Triton 3.4
-            and _fits_descriptors(hidden, weight)
-        )
-        if descriptors:
-            # Made on the host, so no allocator of Triton's is touched.
-            from triton.tools.tensor_descriptor import TensorDescriptor
-
-            hidden = TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth])
-            weight = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
-        return cls(
-            hidden=hidden,
-            weight=weight,
-            transform=Transform.of(transform),
-            stride_n=stride_n,
-            stride_v=stride_v,
-            tile=tile,
-            limits=limits,
-            rows=rows,
-            constants={
-                "H": depth,
-                "BN": tile.rows,
-                "BV": tile.columns,
-                "BH": tile.depth,
-                "GROUP": tile.row_group,
-                "DESCRIPTORS": descriptors,
-                "PRECISION": precision,
-                "num_warps": tile.warps,
-                "num_stages": tile.stages,
-            },
-        )
-
-    def programs(self, columns: int) -> int:
-        """One program per multiprocessor, or per item of row blocks x columns where those are fewer."""
-        return min(self.limits.multiprocessors, cdiv(self.rows, self.tile.rows) * columns)
-
-    def result(self, matrix: Tensor) -> Any:
-        """An [N, C] output of tiles [BN, BV] in the form that the operands have."""
-        if not self.constants["DESCRIPTORS"]:
-            return matrix
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor.from_tensor(matrix, [self.tile.rows, self.tile.columns])
+@triton.jit
+def product_gradient_tile(z, slope, row_max, log_sum, coefficients, label, n, v, N):
+    """da [BN, BV] from transformed logits z and dz/da, both [BN, BV]; row_max, log_sum, label, n [BN], v [BV]."""
+    log_p = (z - row_max[:, None]) - log_sum[:, None]
+    p = tl.exp(log_p)
+    inner = tl.load(coefficients.p + n, mask=n < N, other=0.0)[:, None]
+    if coefficients.plogp is not None:
+        c_plogp = tl.load(coefficients.plogp + n, mask=n < N, other=0.0)
+        inner = inner + c_plogp[:, None] * tl.maximum(log_p, NO_GAP)
+    if coefficients.pp is not None:
+        inner = inner + tl.load(coefficients.pp + n, mask=n < N, other=0.0)[:, None] * p
+    dz = p * inner
+    if coefficients.y is not None:
+        c_y = tl.load(coefficients.y + n, mask=n < N, other=0.0)
+        dz = dz + tl.where(v[None, :] == label[:, None], c_y[:, None], 0.0)
+    return dz * slope

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from rlhf_losses.kernels import backends, triton_tile
+from rlhf_losses.kernels import backends, triton_problem
 from rlhf_losses.kernels.autograd import Call, LinearStatistics, LogitsStatistics
 from rlhf_losses.kernels.statistics import OUTPUTS
 from rlhf_losses.kernels.tiles import DeviceLimits
@@ -86,7 +86,7 @@ def run_variant(outputs: tuple[str, ...], dtype: torch.dtype, depth: int, featur
     bias = torch.randn(vocab).to(dtype).requires_grad_() if features else None
     logits = torch.randn(rows, vocab).to(dtype).requires_grad_()
     labels = torch.zeros(rows, dtype=torch.int32)
-    call = Call(labels, None, LogitTransform(**parts), frozenset(outputs), "triton", workspace_bytes=2**20)
+    call = Call(labels, None, LogitTransform(**parts), frozenset(outputs), -100, "triton", workspace_bytes=2**20)
     for results in (LinearStatistics.apply(hidden, weight, bias, call), LogitsStatistics.apply(logits, call, False)):
         sum(r.sum() for r in results if r is not None and r.is_floating_point()).backward()
 
@@ -97,7 +97,7 @@ def main(capability: int, shared_memory: int) -> None:
     driver.set_active(_Driver(capability, shared_memory, compiled))
     limits = DeviceLimits("cuda", capability, shared_memory, 132)
     # Tensors lie on the CPU: the launchers are told what device to choose tiles for.
-    triton_tile.device_limits = lambda device: limits
+    triton_problem.device_limits = lambda device: limits
     for variant in VARIANTS:
         run_variant(*variant)
     for name, binary, shared in compiled:

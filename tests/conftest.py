@@ -24,7 +24,8 @@ _skipped = pytest.StashKey[list[str]]()
 
 def pytest_configure(config):
     # The interpreter computes rows beyond N too, which hold zeros; what they give is never stored.
-    config.addinivalue_line("filterwarnings", r"ignore::RuntimeWarning:triton\.runtime\.interpreter")
+    for warning in ("RuntimeWarning", "DeprecationWarning"):
+        config.addinivalue_line("filterwarnings", rf"ignore::{warning}:triton\.runtime\.interpreter")
     config.stash[_skipped] = []
 
 

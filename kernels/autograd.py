@@ -4,16 +4,21 @@ Rows that ``rows`` leaves out are never multiplied; the backward also leaves out
 exactly 0 (clipped tokens, zero advantage), at the price of one wait for their number.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_losses.kernels.backends import operations
-from rlhf_losses.kernels.gemm import all_finite, finite_for_product
-from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
+from rlhf_losses.kernels.gemm import all_finite
+from rlhf_losses.kernels.host_read import HostRead
+from rlhf_losses.kernels.statistics import OUTPUTS, Coefficients, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,16 +55,9 @@ def _without_autocast(tensor: Tensor):
 
 
 def _outputs(ctx, statistics: RowStatistics, call: Call, count: int) -> tuple[Tensor | None, ...]:
-    named = {
-        "log_probs": statistics.log_probs,
-        "entropy": statistics.entropy,
-        "logsumexp": statistics.row_max + statistics.log_sum if "logsumexp" in call.wanted else None,
-        "sum_p_squared": statistics.sum_p_squared,
-        "argmax": statistics.argmax,
-    }
     outputs = tuple(
         _unpack(value, call.rows, count) if name in call.wanted and value is not None else None
-        for name, value in named.items()
+        for name, value in ((name, getattr(statistics, name)) for name in OUTPUTS)
     )
     ctx.set_materialize_grads(False)
     if outputs[-1] is not None:
@@ -69,8 +67,8 @@ def _outputs(ctx, statistics: RowStatistics, call: Call, count: int) -> tuple[Te
 
 def _save(ctx, call: Call, statistics: RowStatistics, *inputs: Tensor | None) -> None:
     ctx.call = call
-    # argmax has no gradient, log_probs enters none.
-    ctx.save_for_backward(*inputs, *statistics._replace(log_probs=None, argmax=None))
+    # What no coefficient is made of need not be kept.
+    ctx.save_for_backward(*inputs, *statistics._replace(log_probs=None, logsumexp=None, argmax=None))
 
 
 def _with_gradient(call: Call, upstream: list[Tensor | None]) -> Tensor:
@@ -100,21 +98,21 @@ def _narrow(
 
 
 def _backward_step(
-    ctx, statistics: RowStatistics, upstream: tuple[Tensor | None, ...], question: Tensor | None = None
-) -> tuple[Call, RowStatistics, Coefficients, bool]:
-    """What the backward works on, and the answer to ``question``, a scalar bool, in the one wait for the device.
+    call: Call, statistics: RowStatistics, upstream: tuple[Tensor | None, ...], meanwhile: Callable[[], T]
+) -> tuple[Call, RowStatistics, Coefficients, T]:
+    """What the backward works on, and what ``meanwhile`` returns.
 
-    Everything that may be launched before the wait is, so that the device has work while the host reads.
+    The number of tokens with a gradient has to reach the host. All that can be launched before it does is, and
+    ``meanwhile`` gives the device work for the time that the host needs to launch the next kernel.
     """
-    call: Call = ctx.call
     gradients = [None if g is None else _pack(g, call.rows) for g in upstream[:4]]
     some = _with_gradient(call, gradients)
     coefficients = Coefficients.from_upstream(statistics, *gradients)
-    counted = some.sum()
-    count, answer = torch.stack((counted, torch.ones_like(counted) if question is None else question)).tolist()
-    if count < len(some):
-        return *_narrow(call, statistics, coefficients, some.nonzero().squeeze(1)), bool(answer)
-    return call, statistics, coefficients, bool(answer)
+    count = HostRead(some.sum())
+    result = meanwhile()
+    if int(count.wait()) < len(some):
+        return *_narrow(call, statistics, coefficients, some.nonzero().squeeze(1)), result
+    return call, statistics, coefficients, result
 
 
 class LinearStatistics(torch.autograd.Function):
@@ -142,7 +140,7 @@ class LinearStatistics(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         with _without_autocast(hidden):
             call, statistics, coefficients, finite = _backward_step(
-                ctx, RowStatistics(*saved), upstream, all_finite(weight) if needs[0] else None
+                ctx.call, RowStatistics(*saved), upstream, lambda: all_finite(weight) if needs[0] else None
             )
             if len(call.labels) == 0:
                 inputs = zip((hidden, weight, bias), needs, strict=True)
@@ -150,7 +148,7 @@ class LinearStatistics(torch.autograd.Function):
             d_hidden, d_weight, d_bias = operations(call.backend).linear_backward(
                 _pack(hidden, call.rows),
                 weight,
-                finite_for_product(weight, finite),
+                finite,
                 call.labels,
                 call.transform.with_bias(bias),
                 statistics,
@@ -188,7 +186,7 @@ class LogitsStatistics(torch.autograd.Function):
                 "the first wrote the gradient over the logits. Pass inplace_backward=False to keep them"
             )
         logits, *saved = ctx.saved_tensors
-        call, statistics, coefficients, _ = _backward_step(ctx, RowStatistics(*saved), upstream)
+        call, statistics, coefficients, _ = _backward_step(ctx.call, RowStatistics(*saved), upstream, lambda: None)
         complete = call.rows is None
         if ctx.in_place:
             ctx.overwritten = True

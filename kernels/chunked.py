@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, narrowed, wide_product
+from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, finite_for_product, narrowed, wide_product
+from rlhf_losses.kernels.host_read import HostRead
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics, settle
 from rlhf_losses.kernels.transform import LogitTransform
 
@@ -35,15 +36,19 @@ def row_statistics(
     """One block of raw products [N, V] in the accumulator's dtype -> its statistics."""
     z, _ = transform.apply(logits)
     row_max = z.amax(-1)
-    gap = z - torch.where(row_max.isinf(), 0.0, row_max)[:, None]
+    gap = z - row_max[:, None]
     e = gap.exp()
+    s = e.sum(-1)
+    log_sum = s.log()
     columns, _ = _columns(labels, logits.shape[1])
-    statistics = RowStatistics.from_sums(
-        row_max=row_max,
-        s=e.sum(-1),
-        u=(e * gap.masked_fill(e == 0, 0.0)).sum(-1) if "entropy" in wanted else None,
-        q=e.square().sum(-1) if "sum_p_squared" in wanted else None,
-        label_gap=gap.gather(-1, columns).squeeze(-1),
+    statistics = RowStatistics(
+        shift=row_max,
+        log_sum=log_sum,
+        log_probs=(gap.gather(-1, columns).squeeze(-1) - log_sum).clamp(max=0.0),
+        # u <= 0 and s >= 1; where e = 0 its term is 0, and 0 * -inf would be NaN.
+        entropy=log_sum - (e * gap.masked_fill(e == 0, 0.0)).sum(-1) / s if "entropy" in wanted else None,
+        logsumexp=row_max + log_sum if "logsumexp" in wanted else None,
+        sum_p_squared=(e.square().sum(-1) / s.square()).clamp(max=1.0) if "sum_p_squared" in wanted else None,
         argmax=z.argmax(-1) if "argmax" in wanted else None,
     )
     return settle(statistics, labels, logits.shape[1], ignore_index)
@@ -54,7 +59,7 @@ def product_gradient(
 ) -> Tensor:
     """One block of raw products [N, V] -> dL/da [N, V], in the accumulator's dtype."""
     z, slope = transform.apply(logits)
-    dz = coefficients.logit_gradient((z - statistics.row_max[:, None]) - statistics.log_sum[:, None])
+    dz = coefficients.logit_gradient((z - statistics.shift[:, None]) - statistics.log_sum[:, None])
     if coefficients.y is not None:
         columns, has_column = _columns(labels, logits.shape[1])
         dz.scatter_add_(-1, columns, coefficients.y.where(has_column, 0.0)[:, None])
@@ -92,7 +97,7 @@ def linear_forward(
 def linear_backward(
     hidden: Tensor,
     weight: Tensor,
-    product_weight: Tensor,
+    finite: HostRead | None,
     labels: Tensor,
     transform: LogitTransform,
     statistics: RowStatistics,
@@ -102,7 +107,7 @@ def linear_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden [N, H], weight [V, H] and bias [V], None where ``needs`` says so; summed in fp32.
 
-    ``product_weight`` is ``weight`` with finite entries, for d_hidden.
+    ``finite`` says whether ``weight`` is, where d_hidden is wanted (gemm.finite_for_product).
     """
     wide = accumulator_dtype(hidden.dtype)
     need_hidden, need_weight, need_bias = needs
@@ -121,7 +126,7 @@ def linear_backward(
             d_bias += da.sum(0)
         da = da.to(hidden.dtype)
         if d_hidden is not None:
-            d_hidden[rows] = da @ product_weight
+            d_hidden[rows] = da @ finite_for_product(weight, finite)
         if d_weight is not None:
             accumulate_product(d_weight, da.T, hidden[rows])
     return d_hidden, None if d_weight is None else narrowed(d_weight, weight.dtype), d_bias

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from rlhf_losses.kernels.host_read import HostRead
+
 # torch.mm(..., out_dtype=float32) for 16-bit CUDA operands came with torch 2.8.
 _TORCH_HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
@@ -36,18 +38,18 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def all_finite(weight: Tensor) -> Tensor:
-    """A scalar bool on the weight's device; one read of the weight, no copy. (A sum that overflows answers False.)"""
-    return weight.sum(dtype=accumulator_dtype(weight.dtype)).isfinite()
+def all_finite(weight: Tensor) -> HostRead:
+    """Whether no entry is infinite: one read of the weight, no copy. (A sum that overflows answers False.)"""
+    return HostRead(weight.sum(dtype=accumulator_dtype(weight.dtype)).isfinite())
 
 
-def finite_for_product(weight: Tensor, finite: bool) -> Tensor:
-    """``weight`` with its infinite entries set to 0; itself, not a copy, where all are finite.
+def finite_for_product(weight: Tensor, finite: HostRead) -> Tensor:
+    """``weight`` with its infinite entries set to 0; itself, not a copy, where ``all_finite`` has found it so.
 
     A head may switch a token off by a row of -inf. Its probability and da are exactly 0, but 0 * -inf in the product
     da @ weight would be NaN.
     """
-    return weight if finite else weight.masked_fill(weight.isinf(), 0)
+    return weight if finite.wait() else weight.masked_fill(weight.isinf(), 0)
 
 
 def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:

@@ -34,14 +34,15 @@ from rlhf_losses.kernels.triton_tile import (
 # Launch options. The gradient's result tiles, 64 KiB, leave room for one stage less. Registers: three warpgroups start
 # with 168 a thread and hand them out anew, to products and loads as below, 240 to the other products.
 STATISTICS = {"STAGES": 4, "num_warps": 4, "maxnreg": 168}
-GRADIENT = {"STAGES": 3, "num_warps": 4, "maxnreg": 168}
+GRADIENT = {"STAGES": 4, "num_warps": 4, "maxnreg": 168}
 _PRODUCT_REGISTERS = gl.constexpr(240)
 _LOAD_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def _load_tile(hidden, weight, a, b, full, empty, count, n0, v0, H: gl.constexpr, BH: gl.constexpr):
+def _load_tile(hidden, weight, stages, count, n0, v0, H: gl.constexpr, BH: gl.constexpr):
     """Fetch hidden[n0:, :] and weight[v0:, :], stage by stage, as stages fall empty; ``count`` stages went before."""
+    a, b, full, empty, _ = stages
     STAGES: gl.constexpr = a.shape[0]
     for h0 in range(0, H, BH):
         stage = count % STAGES
@@ -55,12 +56,19 @@ def _load_tile(hidden, weight, a, b, full, empty, count, n0, v0, H: gl.constexpr
 
 
 @gluon.jit
-def _product_tile(a, b, full, empty, count, GROUP_ROWS: gl.constexpr, HALF: gl.constexpr, STEPS: gl.constexpr):
-    """[GROUP_ROWS, BV] product of this warpgroup's half of the hidden rows, from STEPS stages."""
+def _product_tile(stages, count, GROUP_ROWS: gl.constexpr, HALF: gl.constexpr, STEPS: gl.constexpr):
+    """[GROUP_ROWS, BV] product of this warpgroup's half of the hidden rows, from STEPS stages.
+
+    The second half begins a tile when the first has a stage of it behind: left to themselves the two would meet, and
+    do their epilogues at the same time.
+    """
+    a, b, full, empty, lead = stages
     STAGES: gl.constexpr = a.shape[0]
     BV: gl.constexpr = b.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     acc = gl.zeros([GROUP_ROWS, BV], gl.float32, layout)
+    if HALF == 1:
+        mbarrier.wait(lead, count // STEPS & 1)
     for step in range(STEPS):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES & 1)
@@ -70,6 +78,8 @@ def _product_tile(a, b, full, empty, count, GROUP_ROWS: gl.constexpr, HALF: gl.c
         # One product stays in flight; the stage of the one before it is free.
         acc = warpgroup_mma_wait(1, [acc])
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=step > 0)
+        if HALF == 0:
+            mbarrier.arrive(lead, pred=step == 0)
         count += 1
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
@@ -90,7 +100,6 @@ def _statistics_load(
     hidden, weight, stages, labels, ignore_index, stretch,
     H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    a, b, full, empty = stages
     N, V, tiles_per_split, splits = stretch
     count = 0
     row_blocks = gl.cdiv(N, BN)
@@ -98,7 +107,7 @@ def _statistics_load(
         block, split = grouped(item, row_blocks, splits, GROUP)
         first, last = _tiles_of(labels, ignore_index, block * BN, split, N, V, tiles_per_split, BN, BV)
         for tile in range(first, last):
-            count = _load_tile(hidden, weight, a, b, full, empty, count, block * BN, tile * BV, H, BH)
+            count = _load_tile(hidden, weight, stages, count, block * BN, tile * BV, H, BH)
 
 
 @gluon.jit
@@ -106,7 +115,6 @@ def _statistics_product(
     stages, labels, label_logit, partial, transform, ignore_index, stretch,
     HALF: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    a, b, full, empty = stages
     N, V, tiles_per_split, splits = stretch
     ROWS: gl.constexpr = BN // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
@@ -119,15 +127,16 @@ def _statistics_product(
         first, last = _tiles_of(labels, ignore_index, block * BN, split, N, V, tiles_per_split, BN, BV)
         n = block * BN + HALF * ROWS + gl.arange(0, ROWS, by_row)
         label = label_columns(labels, n, N, V)
-        m = gl.full([ROWS], float("-inf"), gl.float32, by_row)
+        c = gl.full([ROWS], float("-inf"), gl.float32, by_row)
         s = gl.zeros([ROWS], gl.float32, by_row)
         u = gl.zeros([ROWS], gl.float32, by_row)
         q = gl.zeros([ROWS], gl.float32, by_row)
+        top = gl.full([ROWS], float("-inf"), gl.float32, by_row)
         arg = gl.zeros([ROWS], gl.int32, by_row)
         for tile in range(first, last):
             v0 = tile * BV
             v = v0 + gl.arange(0, BV, by_column)
-            z, count = _product_tile(a, b, full, empty, count, ROWS, HALF, gl.cdiv(H, BH))
+            z, count = _product_tile(stages, count, ROWS, HALF, (H + BH - 1) // BH)
             z, _ = transform_tile(z, transform, n, v, N, V)
             if v0 + BV > V:
                 z = gl.where((v < V)[None, :], z, float("-inf"))
@@ -135,31 +144,38 @@ def _statistics_product(
             if gl.max(here.to(gl.int32), 0) > 0:
                 z_y = gl.sum(gl.where(v[None, :] == label[:, None], z, 0.0), 1)
                 gl.store(label_logit + n, z_y, mask=here)
-            m, s, u, q, arg = absorb_tile(
-                z, v, m, s, u, q, arg, partial.u is not None, partial.q is not None, partial.arg is not None
+            c, s, u, q, top, arg = absorb_tile(
+                z, v, c, s, u, q, top, arg, partial.u is not None, partial.q is not None, partial.arg is not None
             )
         at = split.to(gl.int64) * N + n
-        gl.store(partial.m + at, m, mask=n < N)
+        gl.store(partial.c + at, c, mask=n < N)
         gl.store(partial.s + at, s, mask=n < N)
         if partial.u is not None:
             gl.store(partial.u + at, u, mask=n < N)
         if partial.q is not None:
             gl.store(partial.q + at, q, mask=n < N)
         if partial.arg is not None:
+            gl.store(partial.top + at, top, mask=n < N)
             gl.store(partial.arg + at, arg, mask=n < N)
 
 
 @gluon.jit
 def _operand_stages(hidden, weight, STAGES: gl.constexpr):
     """Shared memory for STAGES operand pairs, and the barriers that say a stage is full or empty."""
-    a = gl.allocate_shared_memory(hidden.dtype, [STAGES, hidden.block_type.shape[0], hidden.block_type.shape[1]], hidden.layout)
-    b = gl.allocate_shared_memory(weight.dtype, [STAGES, weight.block_type.shape[0], weight.block_type.shape[1]], weight.layout)
+    a = gl.allocate_shared_memory(
+        hidden.dtype, [STAGES, hidden.block_type.shape[0], hidden.block_type.shape[1]], hidden.layout
+    )
+    b = gl.allocate_shared_memory(
+        weight.dtype, [STAGES, weight.block_type.shape[0], weight.block_type.shape[1]], weight.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    return a, b, full, empty
+    mbarrier.init(lead, count=1)
+    return a, b, full, empty, lead
 
 
 @gluon.jit(do_not_specialize=["N", "ignore_index"])
@@ -206,13 +222,21 @@ def _gradient_load(
     hidden, weight, stages, stretch,
     H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    a, b, full, empty = stages
     N, _, first_tile, tiles = stretch
     count = 0
     row_blocks = gl.cdiv(N, BN)
     for item in range(gl.program_id(0), row_blocks * tiles, gl.num_programs(0)):
         block, tile = grouped(item, row_blocks, tiles, GROUP)
-        count = _load_tile(hidden, weight, a, b, full, empty, count, block * BN, (first_tile + tile) * BV, H, BH)
+        count = _load_tile(hidden, weight, stages, count, block * BN, (first_tile + tile) * BV, H, BH)
+
+
+@gluon.jit
+def _store_half(da, n0, v0, result, values):
+    """Write [ROWS, BV / 2] values; the store before this one must have left the buffer."""
+    tma.store_wait(0)
+    result.store(values)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(da, [n0, v0], result)
 
 
 @gluon.jit
@@ -220,7 +244,6 @@ def _gradient_product(
     stages, labels, of_rows, coefficients, transform, da, result, stretch,
     HALF: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    a, b, full, empty = stages
     N, V, first_tile, tiles = stretch
     ROWS: gl.constexpr = BN // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
@@ -230,19 +253,18 @@ def _gradient_product(
         block, tile = grouped(item, row_blocks, tiles, GROUP)
         n0 = block * BN + HALF * ROWS
         n = n0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        v = (first_tile + tile) * BV + gl.arange(0, BV, gl.SliceLayout(0, layout))
-        row_max, log_sum = of_rows
-        m = gl.load(row_max + n, mask=n < N, other=0.0)
+        v0 = (first_tile + tile) * BV
+        v = v0 + gl.arange(0, BV, gl.SliceLayout(0, layout))
+        shift, log_sum = of_rows
+        c = gl.load(shift + n, mask=n < N, other=0.0)
         log_s = gl.load(log_sum + n, mask=n < N, other=0.0)
         label = label_columns(labels, n, N, V)
-        z, count = _product_tile(a, b, full, empty, count, ROWS, HALF, gl.cdiv(H, BH))
+        z, count = _product_tile(stages, count, ROWS, HALF, (H + BH - 1) // BH)
         z, slope = transform_tile(z, transform, n, v, N, V)
-        out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, N)
-        # The store before this one must have left the buffer.
-        tma.store_wait(0)
-        result.store(out.to(da.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(da, [n0, tile * BV], result)
+        out = product_gradient_tile(z, slope, c, log_s, coefficients, label, n, v, v0, N)
+        left, right = out.to(da.dtype).reshape([ROWS, 2, BV // 2]).permute((0, 2, 1)).split()
+        _store_half(da, n0, tile * BV, result, left)
+        _store_half(da, n0, tile * BV + BV // 2, result, right)
     tma.store_wait(0)
 
 
@@ -251,11 +273,11 @@ def product_gradient_kernel(
     hidden,  # [N, H] descriptor, blocks [BN, BH]
     weight,  # [V, H] descriptor, blocks [BV, BH]
     labels,  # [N]
-    row_max,  # [N]
+    shift,  # [N]
     log_sum,  # [N]
     coefficients,  # Coefficients, [N] each
     transform,
-    da,  # [N, C] out, descriptor, blocks [BN / 2, BV]: columns first_tile * BV ... of the vocabulary
+    da,  # [N, C] out, descriptor, blocks [BN / 2, BV / 2]: columns first_tile * BV ... of the vocabulary
     N,
     V,
     first_tile,
@@ -268,8 +290,8 @@ def product_gradient_kernel(
     STAGES: gl.constexpr,
 ):
     stages = _operand_stages(hidden, weight, STAGES)
-    results = gl.allocate_shared_memory(da.dtype, [2, BN // 2, BV], da.layout)
-    of_rows = (row_max, log_sum)
+    results = gl.allocate_shared_memory(da.dtype, [2, BN // 2, BV // 2], da.layout)
+    of_rows = (shift, log_sum)
     stretch = (N, V, first_tile, tiles)
     upper, lower = results.index(0), results.index(1)
     gl.warp_specialize(

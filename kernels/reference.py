@@ -19,7 +19,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logits: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight = ctx.saved_tensors
-        return d_logits @ finite_for_product(weight, bool(all_finite(weight))), d_logits.T @ hidden
+        return d_logits @ finite_for_product(weight, all_finite(weight)), d_logits.T @ hidden
 
 
 def linear_statistics(

@@ -44,29 +44,18 @@ class TokenStats(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """What a back end's forward returns for N rows: [N] each, None where not wanted."""
+    """What a back end's forward returns for N rows: [N] each, None where not wanted.
 
-    row_max: Tensor
+    ``shift`` and ``log_sum`` are for the same back end's backward, log p = (z - shift) - log_sum, in its own base.
+    """
+
+    shift: Tensor
     log_sum: Tensor
     log_probs: Tensor
     entropy: Tensor | None
+    logsumexp: Tensor | None
     sum_p_squared: Tensor | None
     argmax: Tensor | None
-
-    @classmethod
-    def from_sums(
-        cls, row_max: Tensor, s: Tensor, u: Tensor | None, q: Tensor | None, label_gap: Tensor, argmax: Tensor | None
-    ) -> "RowStatistics":
-        """From the sums of the file's head; ``label_gap`` is z_y - m."""
-        log_sum = s.log()
-        return cls(
-            row_max=row_max,
-            log_sum=log_sum,
-            log_probs=(label_gap - log_sum).clamp(max=0.0),
-            entropy=None if u is None else (log_sum - u / s).clamp(min=0.0),
-            sum_p_squared=None if q is None else (q / s.square()).clamp(max=1.0),
-            argmax=argmax,
-        )
 
 
 def settle(statistics: RowStatistics, labels: Tensor, vocab: int, ignore_index: int) -> RowStatistics:

@@ -1,6 +1,6 @@
 """Gradients of hidden states, head and bias: products once more, da by stretches of the vocabulary, two GEMMs each.
 
-    log p = (z - m) - log s        dz = p (c_p + c_plogp log p + c_pp p) + c_y 1[v = y]        da = dz * dz/da
+    log p = (z - c) - log s        dz = p (c_p + c_plogp log p + c_pp p) + c_y 1[v = y]        da = dz * dz/da
     d_hidden = da @ weight         d_weight = da^T @ hidden         d_bias = column sums of da
 
 A tile kernel recomputes z and writes da [N, C] for C columns at a time, as many as ``workspace_bytes`` holds; cuBLAS
@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, narrowed
+from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, finite_for_product, narrowed
+from rlhf_losses.kernels.host_read import HostRead
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
 from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context
@@ -28,7 +29,7 @@ def _product_gradient_kernel(
     hidden,  # [N, H]
     weight,  # [V, H]
     labels,  # [N]
-    row_max,  # [N]
+    shift,  # [N]
     log_sum,  # [N]
     coefficients: Coefficients,  # [N] each
     transform: Transform,
@@ -57,10 +58,10 @@ def _product_gradient_kernel(
         v = v0 + tl.arange(0, BV)
         a = product_tile(hidden, weight, stride_n, stride_v, n0, v0, N, V, H, BN, BV, BH, DESCRIPTORS, PRECISION)
         z, slope = transform_tile(a, transform, n, v, N, V)
-        m = tl.load(row_max + n, mask=n < N, other=0.0)
+        c = tl.load(shift + n, mask=n < N, other=0.0)
         log_s = tl.load(log_sum + n, mask=n < N, other=0.0)
         label = label_columns(labels, n, N, V)
-        out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, N)
+        out = product_gradient_tile(z, slope, c, log_s, coefficients, label, n, v, v0, N)
         if DESCRIPTORS:
             da.store([n0, tile * BV], out.to(da.dtype))
         else:
@@ -72,7 +73,7 @@ def _product_gradient_kernel(
 def linear_backward(
     hidden: Tensor,
     weight: Tensor,
-    product_weight: Tensor,
+    finite: HostRead | None,
     labels: Tensor,
     transform: LogitTransform,
     statistics: RowStatistics,
@@ -82,7 +83,7 @@ def linear_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden [N, H], weight [V, H] and bias [V], None where ``needs`` says so.
 
-    ``product_weight`` is ``weight`` with finite entries, for d_hidden.
+    ``finite`` says whether ``weight`` is, where d_hidden is wanted (gemm.finite_for_product).
     The workspace holds at least one tile's columns of all rows, even where ``workspace_bytes`` is less.
     """
     need_hidden, need_weight, need_bias = needs
@@ -106,7 +107,7 @@ def linear_backward(
                 problem.hidden,
                 problem.weight,
                 labels,
-                statistics.row_max,
+                statistics.shift,
                 statistics.log_sum,
                 coefficients,
                 problem.transform,
@@ -116,7 +117,7 @@ def linear_backward(
             if problem.overlapped:
                 from rlhf_losses.kernels import hopper
 
-                out = problem.blocks(padded, problem.tile.rows // 2, width)
+                out = problem.blocks(padded, problem.tile.rows // 2, width // 2)
                 hopper.product_gradient_kernel[grid](*arguments, out, *stretch, **problem.constants, **hopper.GRADIENT)
             else:
                 out = problem.blocks(padded, problem.tile.rows, width)
@@ -129,6 +130,6 @@ def linear_backward(
         if d_weight is not None:
             torch.mm(da.T, hidden, out=d_weight[columns])
         if d_hidden is not None:
-            accumulate_product(d_hidden, da, product_weight[columns])
+            accumulate_product(d_hidden, da, finite_for_product(weight[columns], finite))
     del workspace, padded, da
     return None if d_hidden is None else narrowed(d_hidden, dtype), d_weight, d_bias

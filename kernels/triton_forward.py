@@ -1,15 +1,16 @@
 """Statistics of every token's logits in one pass over the vocabulary; no logit reaches memory.
 
-For row n and z = f(hidden_n . weight_v), over tiles of the vocabulary, in fp32:
+For row n and z = f(hidden_n . weight_v), over tiles of the vocabulary, the running sums c, s, u, q of triton_tile.py in
+fp32, and z_y, the label's logit. From them, in base 2 until the end:
 
-    m = max z        s = sum e^(z-m)        u = sum (z-m) e^(z-m)        q = sum e^(2(z-m))        z_y the label's logit
+    log_prob = z_y - c - log s       entropy = log s - u / s       logsumexp = c + log s       sum_p_squared = q / s^2
 
-A program keeps one block of rows and walks one stretch of the vocabulary; when m grows to m', with r = m - m',
-s becomes e^r s and u becomes e^r (u + r s). A second kernel merges the stretches by the same rule. The stretches
-depend on V and the tile alone, and nothing is summed by atomics: bits repeat from run to run, and from batch to batch.
+A program keeps one block of rows and walks one stretch of the vocabulary; a second kernel merges the stretches by the
+rule of the running sums. The stretches depend on V and the tile alone, and nothing is summed by atomics: bits repeat
+from run to run, and from batch to batch.
 
 FLOPs 2*N*H*V. Bytes from device memory: hidden once, weight once per ``row_group`` of row blocks; partial results
-12 to 20 bytes per row and stretch. Products are accumulated in fp32 from 16-bit (or fp32) operands.
+12 to 24 bytes per row and stretch. Products are accumulated in fp32 from 16-bit (or fp32) operands.
 Online sums: Milakov and Gimelshein 2018, arXiv:1805.02867; here with the entropy's sum beside them.
 """
 
@@ -24,8 +25,12 @@ from rlhf_losses.kernels.statistics import RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
 from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context
 from rlhf_losses.kernels.triton_tile import (
-    NO_GAP,
+    LN2,
+    LOG2E,
+    NOTHING,
     absorb_tile,
+    exp2,
+    finite_shift,
     grouped,
     label_columns,
     product_tile,
@@ -36,20 +41,22 @@ from rlhf_losses.kernels.triton_tile import (
 class Sums(NamedTuple):
     """Running or final sums: [splits, N] as partial results, [N] merged; None where not wanted."""
 
-    m: Tensor
+    c: Tensor
     s: Tensor
     u: Tensor | None
     q: Tensor | None
+    top: Tensor | None  # the maximum itself, for the argmax
     arg: Tensor | None
 
 
 class Merged(NamedTuple):
     """``RowStatistics`` as kernel outputs, [N] each."""
 
-    row_max: Tensor
+    shift: Tensor
     log_sum: Tensor
     log_probs: Tensor
     entropy: Tensor | None
+    logsumexp: Tensor | None
     sum_p_squared: Tensor | None
     argmax: Tensor | None
 
@@ -83,10 +90,11 @@ def _statistics_kernel(
         n0 = block * BN
         n = n0 + tl.arange(0, BN)
         label = label_columns(labels, n, N, V)
-        m = tl.full([BN], float("-inf"), tl.float32)
+        c = tl.full([BN], float("-inf"), tl.float32)
         s = tl.zeros([BN], tl.float32)
         u = tl.zeros([BN], tl.float32)
         q = tl.zeros([BN], tl.float32)
+        top = tl.full([BN], float("-inf"), tl.float32)
         arg = tl.zeros([BN], tl.int32)
         # A block whose tokens are all ignored walks no tile.
         counts = tl.load(labels + n, mask=n < N, other=ignore_index) != ignore_index
@@ -106,30 +114,19 @@ def _statistics_kernel(
             if tl.max(here.to(tl.int32), 0) > 0:
                 z_y = tl.sum(tl.where(v[None, :] == label[:, None], z, 0.0), 1)
                 tl.store(label_logit + n, z_y, mask=here)
-            m, s, u, q, arg = absorb_tile(
-                z, v, m, s, u, q, arg, partial.u is not None, partial.q is not None, partial.arg is not None
+            c, s, u, q, top, arg = absorb_tile(
+                z, v, c, s, u, q, top, arg, partial.u is not None, partial.q is not None, partial.arg is not None
             )
         at = split.to(tl.int64) * N + n
-        tl.store(partial.m + at, m, mask=n < N)
+        tl.store(partial.c + at, c, mask=n < N)
         tl.store(partial.s + at, s, mask=n < N)
         if partial.u is not None:
             tl.store(partial.u + at, u, mask=n < N)
         if partial.q is not None:
             tl.store(partial.q + at, q, mask=n < N)
         if partial.arg is not None:
+            tl.store(partial.top + at, top, mask=n < N)
             tl.store(partial.arg + at, arg, mask=n < N)
-
-
-@triton.jit
-def merge_sums(m, s, u, q, arg, BIG: tl.constexpr):
-    """Sums over stretches [S, BN] -> sums over all [BN]; a stretch of -inf alone adds nothing."""
-    top = tl.max(m, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    step = tl.maximum(m - shift[None, :], NO_GAP)
-    decay = tl.exp(step)
-    # The first stretch to reach the maximum holds the lowest index.
-    first = tl.min(tl.where(m == top[None, :], arg, BIG), 0)
-    return top, tl.sum(decay * s, 0), tl.sum(decay * (u + step * s), 0), tl.sum(decay * decay * q, 0), first
 
 
 @triton.jit
@@ -138,18 +135,21 @@ def _settled(value, bad, ignored):
 
 
 @triton.jit
-def store_statistics(out, n, inside, V, label, ignore_index, top, s, u, q, arg, z_y):
+def store_statistics(out, n, inside, V, label, ignore_index, c, s, u, q, arg, z_y):
     """The closed forms of statistics.py in their range, NaN kept; then as ``settle`` has it: 0 ignored, NaN bad."""
     ignored = label == ignore_index
     bad = (label < 0) | (label >= V)
-    log_sum = tl.log(s)
-    log_prob = (z_y - tl.where(top == float("-inf"), 0.0, top)) - log_sum
-    tl.store(out.row_max + n, _settled(top, bad, ignored), mask=inside)
+    shift = finite_shift(c)
+    log_sum = tl.log2(s)
+    log_prob = ((z_y * LOG2E - shift) - log_sum) * LN2
+    tl.store(out.shift + n, _settled(c, bad, ignored), mask=inside)
     tl.store(out.log_sum + n, _settled(log_sum, bad, ignored), mask=inside)
     tl.store(out.log_probs + n, _settled(tl.where(log_prob > 0.0, 0.0, log_prob), bad, ignored), mask=inside)
     if out.entropy is not None:
-        entropy = log_sum - u / s
+        entropy = (log_sum - u / s) * LN2
         tl.store(out.entropy + n, _settled(tl.where(entropy < 0.0, 0.0, entropy), bad, ignored), mask=inside)
+    if out.logsumexp is not None:
+        tl.store(out.logsumexp + n, _settled((shift + log_sum) * LN2, bad, ignored), mask=inside)
     if out.sum_p_squared is not None:
         ratio = q / (s * s)
         tl.store(out.sum_p_squared + n, _settled(tl.where(ratio > 1.0, 1.0, ratio), bad, ignored), mask=inside)
@@ -174,22 +174,27 @@ def _merge_kernel(
     split = tl.arange(0, SPLITS)
     inside = (split < splits)[:, None] & (n < N)[None, :]
     at = split.to(tl.int64)[:, None] * N + n[None, :]
-    zero = tl.zeros([SPLITS, BN], tl.float32)
-    m = tl.load(partial.m + at, mask=inside, other=float("-inf"))
-    s = tl.load(partial.s + at, mask=inside, other=0.0)
-    u = zero
-    q = zero
-    arg = zero.to(tl.int32)
+    c = tl.load(partial.c + at, mask=inside, other=float("-inf"))
+    c_all = tl.max(c, 0)
+    step = tl.maximum(c - finite_shift(c_all)[None, :], NOTHING)
+    decay = exp2(step)
+    s_part = tl.load(partial.s + at, mask=inside, other=0.0)
+    s = tl.sum(decay * s_part, 0)
+    u = s
+    q = s
+    arg = s.to(tl.int32)
     if partial.u is not None:
-        u = tl.load(partial.u + at, mask=inside, other=0.0)
+        u = tl.sum(decay * (tl.load(partial.u + at, mask=inside, other=0.0) + step * s_part), 0)
     if partial.q is not None:
-        q = tl.load(partial.q + at, mask=inside, other=0.0)
+        q = tl.sum(decay * decay * tl.load(partial.q + at, mask=inside, other=0.0), 0)
     if partial.arg is not None:
-        arg = tl.load(partial.arg + at, mask=inside, other=0)
-    top, s, u, q, arg = merge_sums(m, s, u, q, arg, 2147483647)
+        # The first stretch to reach the maximum holds the lowest index.
+        top = tl.load(partial.top + at, mask=inside, other=float("-inf"))
+        candidate = tl.where(top == tl.max(top, 0)[None, :], tl.load(partial.arg + at, mask=inside, other=0), V)
+        arg = tl.min(tl.where(inside, candidate, V), 0)
     label = tl.load(labels + n, mask=n < N, other=0)
     z_y = tl.load(label_logit + n, mask=n < N, other=0.0)
-    store_statistics(out, n, n < N, V, label, ignore_index, top, s, u, q, arg, z_y)
+    store_statistics(out, n, n < N, V, label, ignore_index, c_all, s, u, q, arg, z_y)
 
 
 def empty_statistics(rows: int, wanted: frozenset[str], device: torch.device) -> Merged:
@@ -197,7 +202,7 @@ def empty_statistics(rows: int, wanted: frozenset[str], device: torch.device) ->
         return torch.empty(rows, device=device) if name is None or name in wanted else None
 
     argmax = torch.empty(rows, device=device, dtype=torch.int64) if "argmax" in wanted else None
-    return Merged(floats(), floats(), floats(), floats("entropy"), floats("sum_p_squared"), argmax)
+    return Merged(floats(), floats(), floats(), floats("entropy"), floats("logsumexp"), floats("sum_p_squared"), argmax)
 
 
 def linear_forward(
@@ -210,7 +215,7 @@ def linear_forward(
     workspace_bytes: int,
 ) -> RowStatistics:
     """hidden [N, H], weight [V, H] of one dtype, labels [N] -> statistics [N]."""
-    del workspace_bytes  # partial results take 12 to 20 bytes per row and stretch, whatever the workspace
+    del workspace_bytes  # partial results take 12 to 24 bytes per row and stretch, whatever the workspace
     rows, vocab, device = len(hidden), len(weight), hidden.device
     problem = Problem.of(hidden, weight, transform)
     tiles = cdiv(vocab, problem.tile.columns)
@@ -221,10 +226,11 @@ def linear_forward(
         return torch.empty(splits, rows, device=device, dtype=dtype)
 
     sums = Sums(
-        m=partial(),
+        c=partial(),
         s=partial(),
         u=partial() if "entropy" in wanted else None,
         q=partial() if "sum_p_squared" in wanted else None,
+        top=partial() if "argmax" in wanted else None,
         arg=partial(torch.int32) if "argmax" in wanted else None,
     )
     label_logit = torch.empty(rows, device=device)

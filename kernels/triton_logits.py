@@ -43,24 +43,25 @@ def _statistics_kernel(
     n = tl.program_id(0)
     source = logits + _source_row(rows, n) * stride_n
     ns = n + tl.arange(0, 1)
-    m = tl.full([1], float("-inf"), tl.float32)
+    c = tl.full([1], float("-inf"), tl.float32)
     s = tl.zeros([1], tl.float32)
     u = tl.zeros([1], tl.float32)
     q = tl.zeros([1], tl.float32)
+    top = tl.full([1], float("-inf"), tl.float32)
     arg = tl.zeros([1], tl.int32)
     for v0 in range(0, V, BV):
         v = v0 + tl.arange(0, BV)
         a = tl.load(source + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
         z, _ = transform_tile(a, transform, ns, v, N, V)
         z = tl.where((v < V)[None, :], z, float("-inf"))
-        m, s, u, q, arg = absorb_tile(
-            z, v, m, s, u, q, arg, out.entropy is not None, out.sum_p_squared is not None, out.argmax is not None
+        c, s, u, q, top, arg = absorb_tile(
+            z, v, c, s, u, q, top, arg, out.entropy is not None, out.sum_p_squared is not None, out.argmax is not None
         )
     column = label_columns(labels, ns, N, V)
     a_y = tl.load(source + column, mask=column >= 0, other=0.0).to(tl.float32)
     z_y, _ = transform_tile(a_y[None, :], transform, ns, column, N, V)
     label = tl.load(labels + ns)
-    store_statistics(out, ns, ns < N, V, label, ignore_index, m, s, u, q, arg, tl.reshape(z_y, [1]))
+    store_statistics(out, ns, ns < N, V, label, ignore_index, c, s, u, q, arg, tl.reshape(z_y, [1]))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -69,7 +70,7 @@ def _gradient_kernel(
     d_logits,  # [.., V] out, may be logits
     rows,  # [N] int64, or None for all
     labels,  # [N]
-    row_max,  # [N]
+    shift,  # [N]
     log_sum,  # [N]
     coefficients: Coefficients,  # [N] each
     transform: Transform,
@@ -82,11 +83,12 @@ def _gradient_kernel(
     n = tl.program_id(0)
     row = _source_row(rows, n)
     ns = n + tl.arange(0, 1)
-    v = tl.program_id(1) * BV + tl.arange(0, BV)
+    v0 = tl.program_id(1) * BV
+    v = v0 + tl.arange(0, BV)
     a = tl.load(logits + row * stride_n + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     z, slope = transform_tile(a, transform, ns, v, N, V)
-    m, log_s, label = tl.load(row_max + ns), tl.load(log_sum + ns), label_columns(labels, ns, N, V)
-    da = product_gradient_tile(z, slope, m, log_s, coefficients, label, ns, v, N)
+    c, log_s, label = tl.load(shift + ns), tl.load(log_sum + ns), label_columns(labels, ns, N, V)
+    da = product_gradient_tile(z, slope, c, log_s, coefficients, label, ns, v, v0, N)
     tl.store(d_logits + row * stride_out + v[None, :], da.to(d_logits.dtype.element_ty), mask=(v < V)[None, :])
 
 
@@ -140,7 +142,7 @@ def logits_backward(
             out,
             rows,
             labels,
-            statistics.row_max,
+            statistics.shift,
             statistics.log_sum,
             coefficients,
             Transform.of(transform),

@@ -1,15 +1,36 @@
 """The tile code that the Triton kernels share: products, logit transform, running sums, gradient, program order.
 
 N tokens, V vocabulary, H hidden size; BN, BV, BH the tile's sides. Row offsets are int64: N * V passes 2^31 early.
+With c an integer, the least that is >= max z * log2(e), the running sums over the vocabulary are
+
+    s = sum 2^t        u = sum t 2^t        q = sum 2^(2t)        t = z * log2(e) - c
+
+Powers of 2 are what the hardware computes, t takes one fused multiply-add, and when c grows to c' the sums so far are
+scaled by 2^(c - c'), exactly: s by it, u to it * (u + (c - c') s), q by its square.
+
 Called from the Hopper kernels too, so nothing here makes a tensor out of nothing: Gluon would want its layout.
 (``product_tile`` does; it is the portable kernels' alone.)
 """
 
+import torch
 import triton
 import triton.language as tl
 
-# e^-200 is 0 in fp32: below it a logit's gap adds nothing to u, and a gap of -inf would add NaN.
-NO_GAP = tl.constexpr(-200.0)
+from rlhf_losses.kernels.backends import interpreting
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# 2^-200 is 0 in fp32: below it a term adds nothing to the entropy, where a distance of -inf would add NaN.
+NOTHING = tl.constexpr(-200.0)
+# One instruction where PTX may be written; the portable form spends four more on denormal results, which are 0 to us.
+_FLUSHING = tl.constexpr(torch.version.hip is None and not interpreting())
+
+
+@triton.jit
+def exp2(x):
+    if _FLUSHING:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.exp2(x)
 
 
 @triton.jit
@@ -101,40 +122,47 @@ def grouped(item, row_blocks, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def absorb_tile(z, v, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr):
+def absorb_tile(z, v, c, s, u, q, top, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr):
     """Running sums [BN] after one more tile of logits z [BN, BV], its columns v [BV] in rising order."""
     tile_max = tl.max(z, 1)
     if ARG:
         tile_arg = tl.min(tl.where(z == tile_max[:, None], v[None, :], 2147483647), 1)
-        arg = tl.where(tile_max > m, tile_arg, arg)
-    m_new = tl.maximum(m, tile_max)
-    # A row with nothing but -inf so far: gaps of -inf, not NaN.
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    gap = z - shift[:, None]
-    e = tl.exp(gap)
-    step = tl.maximum(m - shift, NO_GAP)
-    decay = tl.exp(step)
+        arg = tl.where(tile_max > top, tile_arg, arg)
+        top = tl.maximum(top, tile_max)
+    c_new = tl.maximum(c, tl.ceil(tile_max * LOG2E))
+    shift = finite_shift(c_new)
+    t = z * LOG2E - shift[:, None]
+    e = exp2(t)
+    step = tl.maximum(c - shift, NOTHING)
+    decay = exp2(step)
     if U:
-        u = decay * (u + step * s) + tl.sum(tl.maximum(gap, NO_GAP) * e, 1)
+        u = decay * (u + step * s) + tl.sum(tl.maximum(t, NOTHING) * e, 1)
     if Q:
         q = decay * decay * q + tl.sum(e * e, 1)
     s = decay * s + tl.sum(e, 1)
-    return m_new, s, u, q, arg
+    return c_new, s, u, q, top, arg
 
 
 @triton.jit
-def product_gradient_tile(z, slope, row_max, log_sum, coefficients, label, n, v, N):
-    """da [BN, BV] from transformed logits z and dz/da, both [BN, BV]; row_max, log_sum, label, n [BN], v [BV]."""
-    log_p = (z - row_max[:, None]) - log_sum[:, None]
-    p = tl.exp(log_p)
+def finite_shift(c):
+    """The shift to subtract: 0 for a row of nothing but -inf, whose terms are then 0 and not NaN."""
+    return tl.where(c == float("-inf"), 0.0, c)
+
+
+@triton.jit
+def product_gradient_tile(z, slope, shift, log_sum, coefficients, label, n, v, v0, N):
+    """da [BN, BV] from transformed logits z and dz/da, both [BN, BV]; shift, log_sum, label, n [BN], v [BV]."""
+    log2_p = (z * LOG2E - shift[:, None]) - log_sum[:, None]
+    p = exp2(log2_p)
     inner = tl.load(coefficients.p + n, mask=n < N, other=0.0)[:, None]
     if coefficients.plogp is not None:
-        c_plogp = tl.load(coefficients.plogp + n, mask=n < N, other=0.0)
-        inner = inner + c_plogp[:, None] * tl.maximum(log_p, NO_GAP)
+        c_plogp = tl.load(coefficients.plogp + n, mask=n < N, other=0.0) * LN2
+        inner = inner + c_plogp[:, None] * tl.maximum(log2_p, NOTHING)
     if coefficients.pp is not None:
         inner = inner + tl.load(coefficients.pp + n, mask=n < N, other=0.0)[:, None] * p
     dz = p * inner
-    if coefficients.y is not None:
-        c_y = tl.load(coefficients.y + n, mask=n < N, other=0.0)
-        dz = dz + tl.where(v[None, :] == label[:, None], c_y[:, None], 0.0)
+    if coefficients.y is not None:  # noqa: SIM102 (decided at compile time, the vote is not)
+        if tl.max(((label >= v0) & (label < v0 + dz.shape[1])).to(tl.int32), 0) > 0:
+            c_y = tl.load(coefficients.y + n, mask=n < N, other=0.0)
+            dz = dz + tl.where(v[None, :] == label[:, None], c_y[:, None], 0.0)
     return dz * slope

@@ -54,8 +54,8 @@ def linear_log_probs(
         workspace_bytes: what the backward may hold beside its results, 512 MiB if None; at least one tile's columns
             of all tokens (triton), or one token's logits (chunked).
         validate: what happens with a label outside of [0, V) at a token that counts: "async" gives NaN for that token,
-            its gradient included, and raises at the next call or at ``check()``; "sync" raises at once, and waits for
-            the device; "off" gives NaN.
+            its gradient included, and raises at the next call that finds the device's answer arrived, or at
+            ``check()``; "sync" raises at once, and waits for the device; "off" gives NaN.
 
     Returns:
         ``TokenStats`` with the fields asked for, shaped like labels, fp32 (fp64 for fp64 inputs).
@@ -184,7 +184,7 @@ def _prepare(
     Packing waits for the device to say how many tokens count. Without a mask that wait would buy little: there all
     tokens on a GPU are kept, and the kernels pass over blocks of ignored ones.
     """
-    validation.check()
+    validation.check_arrived()
     validation.require_validate(validate)
     wanted = validation.require_outputs(outputs)
     choice = choose_backend(backend, labels.device, dtype)

@@ -2,12 +2,13 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rlhf_losses.kernels.host_read import HostRead
 from rlhf_losses.kernels.statistics import OUTPUTS
 
 VALIDATE = ("async", "sync", "off")
@@ -17,16 +18,13 @@ VALIDATE = ("async", "sync", "off")
 class _Deferred:
     """A call's answer to «was a label bad?», on its way to the host, and what it takes to say which."""
 
-    answer: Tensor
-    ready: torch.cuda.Event | None
+    answer: HostRead
     labels: Tensor
     vocab: int
     ignore_index: int
 
     def message(self) -> str | None:
-        if self.ready is not None:
-            self.ready.synchronize()
-        if not self.answer:
+        if not self.answer.wait():
             return None
         return describe_bad_label(self.labels, self.vocab, self.ignore_index)
 
@@ -40,9 +38,19 @@ def check() -> None:
 
     Waits for the device to have reached the end of those calls' checks. Raises ValueError with a line per faulty call.
     """
+    _raise_for(lambda call: True)
+
+
+def check_arrived() -> None:
+    """``check`` for the answers that are here: what a call does first, and it must not wait for the call before it."""
+    _raise_for(lambda call: call.answer.arrived())
+
+
+def _raise_for(due: Callable[[_Deferred], bool]) -> None:
+    calls = []
     with _lock:
-        calls = list(_pending)
-        _pending.clear()
+        while _pending and due(_pending[0]):
+            calls.append(_pending.popleft())
     messages = [message for call in calls if (message := call.message()) is not None]
     if messages:
         raise ValueError("an earlier call got bad input, its tokens are NaN:\n" + "\n".join(messages))
@@ -57,13 +65,8 @@ def check_labels(labels: Tensor, vocab: int, ignore_index: int, validate: str) -
         if answer:
             raise ValueError(describe_bad_label(labels, vocab, ignore_index))
         return
-    ready = None
-    if answer.is_cuda:
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(answer, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(labels.device))
     with _lock:
-        _pending.append(_Deferred(answer, ready, labels, vocab, ignore_index))
+        _pending.append(_Deferred(HostRead(answer), labels, vocab, ignore_index))
 
 
 def bad_labels(labels: Tensor, vocab: int, ignore_index: int) -> Tensor:

@@ -34,13 +34,16 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":
         # What the interpreter imitates: sm_90's limits, on few multiprocessors.
         return DeviceLimits("cuda", 90, 232448, 4)
-    properties = torch.cuda.get_device_properties(device)
-    hip = torch.version.hip is not None
+    from triton.runtime.driver import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = driver.active.utils.get_device_properties(index)
+    major, minor = torch.cuda.get_device_capability(device)
     return DeviceLimits(
-        vendor="hip" if hip else "cuda",
-        capability=properties.major * 10 + properties.minor,
-        shared_memory=65536 if hip else properties.shared_memory_per_block_optin,
-        multiprocessors=properties.multi_processor_count,
+        vendor="cuda" if torch.version.hip is None else "hip",
+        capability=major * 10 + minor,
+        shared_memory=properties["max_shared_mem"],
+        multiprocessors=properties["multiprocessor_count"],
     )
 
 

@@ -218,7 +218,7 @@ def _scattered(stats: TokenStats, rows: Tensor | None, count: int) -> TokenStats
     """Statistics of packed rows, spread to all tokens."""
     if rows is None:
         return stats
-    return TokenStats(*(x.new_zeros(count).index_copy(0, rows, x) for x in stats))
+    return TokenStats(*(None if x is None else x.new_zeros(count).index_copy(0, rows, x) for x in stats))
 
 
 def _finish(stats: TokenStats, call: Call, vocab: int, shape: torch.Size, validate: str) -> TokenStats:

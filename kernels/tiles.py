@@ -45,7 +45,8 @@ class Tile:
 
 # 128 x 256 is the widest accumulator that 8 warps hold in registers; on an H200 (docs/performance.md) it reaches what
 # cuBLAS reaches, 128 x 128 and 64 x 256 stay at three quarters of it. Three stages of 48 KiB cover the load latency.
-_HOPPER = (Tile(128, 256, 64, warps=8, stages=3),)
+# The kernels in hopper.py are written for this tile.
+OVERLAP_TILES = (Tile(128, 256, 64, warps=8, stages=3),)
 # mma.sync keeps its operands in registers beside the accumulator, so the accumulator is half as wide. The first fits
 # sm_80 (163 KiB); the later ones fit the 99 KiB of sm_86, sm_89 and sm_120, and the 64 KiB of CDNA.
 _PORTABLE = (
@@ -66,6 +67,6 @@ def has_descriptors(limits: DeviceLimits) -> bool:
 def pick_tile(limits: DeviceLimits, itemsize: int) -> Tile | None:
     """The first tile of the table that fits, for operands of ``itemsize`` bytes; None if none does."""
     descriptors = has_descriptors(limits)
-    candidates = _FULL_PRECISION if itemsize == 4 else (_HOPPER if descriptors else ()) + _PORTABLE
+    candidates = _FULL_PRECISION if itemsize == 4 else (OVERLAP_TILES if descriptors else ()) + _PORTABLE
     fitting = (tile for tile in candidates if tile.shared_bytes(itemsize, descriptors) <= limits.shared_memory)
     return next(fitting, None)

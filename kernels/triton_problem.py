@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from rlhf_losses.kernels.backends import device_limits, interpreting
-from rlhf_losses.kernels.tiles import DeviceLimits, Tile, has_descriptors, pick_tile
+from rlhf_losses.kernels.tiles import OVERLAP_TILES, DeviceLimits, Tile, has_descriptors, pick_tile
 from rlhf_losses.kernels.transform import LogitTransform
 
 # Gluon is experimental: the Hopper kernels run with the versions of Triton that they have been run with.
@@ -93,7 +93,7 @@ class Problem:
             and find_spec("triton.tools.tensor_descriptor") is not None  # from Triton 3.4
             and _fits_descriptors(hidden, weight)
         )
-        overlapped = descriptors and hidden.element_size() == 2 and has_overlapped_kernels(limits)
+        overlapped = descriptors and tile in OVERLAP_TILES and has_overlapped_kernels(limits)
         constants = {"H": depth, "BN": tile.rows, "BV": tile.columns, "BH": tile.depth, "GROUP": tile.row_group}
         if not overlapped:
             constants |= {

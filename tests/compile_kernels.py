@@ -1,6 +1,8 @@
 """Compile every Triton kernel for a GPU that is not there, through the launchers that a real call goes through.
 
-    python tests/compile_kernels.py CAPABILITY SHARED_BYTES   prints one JSON line per compiled kernel
+    python tests/compile_kernels.py CAPABILITY SHARED_BYTES [GRANTED_BYTES]   prints one JSON line per compiled kernel
+
+SHARED_BYTES is what the tiles are chosen for, GRANTED_BYTES (the same unless given) what the device then grants.
 
 A stand-in for Triton's driver names the target and takes the binaries without running them; the compiler, ptxas and
 Triton's own check of the shared memory are the real ones. Run as a script of its own: the rest of the suite runs the
@@ -91,10 +93,10 @@ def run_variant(outputs: tuple[str, ...], dtype: torch.dtype, depth: int, featur
         sum(r.sum() for r in results if r is not None and r.is_floating_point()).backward()
 
 
-def main(capability: int, shared_memory: int) -> None:
+def main(capability: int, shared_memory: int, granted: int) -> None:
     assert not backends.interpreting(), "unset TRITON_INTERPRET"
     compiled: list = []
-    driver.set_active(_Driver(capability, shared_memory, compiled))
+    driver.set_active(_Driver(capability, granted, compiled))
     limits = DeviceLimits("cuda", capability, shared_memory, 132)
     # Tensors lie on the CPU: the launchers are told what device to choose tiles for.
     triton_problem.device_limits = lambda device: limits
@@ -105,4 +107,5 @@ def main(capability: int, shared_memory: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    numbers = [int(argument) for argument in sys.argv[1:]]
+    main(numbers[0], numbers[1], numbers[-1])

@@ -31,10 +31,9 @@ from rlhf_losses.kernels.triton_tile import (
     transform_tile,
 )
 
-# Launch options. The gradient's result tiles, 64 KiB, leave room for one stage less. Registers: three warpgroups start
-# with 168 a thread and hand them out anew, to products and loads as below, 240 to the other products.
-STATISTICS = {"STAGES": 4, "num_warps": 4, "maxnreg": 168}
-GRADIENT = {"STAGES": 4, "num_warps": 4, "maxnreg": 168}
+# Launch options. Four stages of 48 KiB, and the gradient's 32 KiB of results, fill the shared memory. The kernels start
+# with three warpgroups of 168 registers a thread, redistributed below.
+OPTIONS = {"STAGES": 4, "num_warps": 4, "maxnreg": 168}
 _PRODUCT_REGISTERS = gl.constexpr(240)
 _LOAD_REGISTERS = gl.constexpr(24)
 

@@ -118,7 +118,7 @@ def linear_backward(
                 from rlhf_losses.kernels import hopper
 
                 out = problem.blocks(padded, problem.tile.rows // 2, width // 2)
-                hopper.product_gradient_kernel[grid](*arguments, out, *stretch, **problem.constants, **hopper.GRADIENT)
+                hopper.product_gradient_kernel[grid](*arguments, out, *stretch, **problem.constants, **hopper.OPTIONS)
             else:
                 out = problem.blocks(padded, problem.tile.rows, width)
                 strides = (problem.stride_n, problem.stride_v, padded.stride(0))

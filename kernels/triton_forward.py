@@ -39,7 +39,7 @@ from rlhf_losses.kernels.triton_tile import (
 
 
 class Sums(NamedTuple):
-    """Running or final sums: [splits, N] as partial results, [N] merged; None where not wanted."""
+    """The running sums of one stretch of the vocabulary each, [splits, N]; None where not wanted."""
 
     c: Tensor
     s: Tensor
@@ -47,18 +47,6 @@ class Sums(NamedTuple):
     q: Tensor | None
     top: Tensor | None  # the maximum itself, for the argmax
     arg: Tensor | None
-
-
-class Merged(NamedTuple):
-    """``RowStatistics`` as kernel outputs, [N] each."""
-
-    shift: Tensor
-    log_sum: Tensor
-    log_probs: Tensor
-    entropy: Tensor | None
-    logsumexp: Tensor | None
-    sum_p_squared: Tensor | None
-    argmax: Tensor | None
 
 
 @triton.jit(do_not_specialize=["N", "ignore_index"])
@@ -109,7 +97,7 @@ def _statistics_kernel(
             z, _ = transform_tile(a, transform, n, v, N, V)
             if v0 + BV > V:
                 z = tl.where((v < V)[None, :], z, float("-inf"))
-            # One tile in five holds no label of its 128 rows at V = 150k; a vote is cheaper than the search.
+            # At V = 150k four tiles in five hold no label of their 128 rows; a vote is cheaper than the search.
             here = (label >= v0) & (label < v0 + BV)
             if tl.max(here.to(tl.int32), 0) > 0:
                 z_y = tl.sum(tl.where(v[None, :] == label[:, None], z, 0.0), 1)
@@ -162,7 +150,7 @@ def _merge_kernel(
     partial: Sums,  # [splits, N] each
     labels,  # [N]
     label_logit,  # [N]
-    out: Merged,  # [N] each
+    out: RowStatistics,  # [N] each
     ignore_index,
     N,
     V,
@@ -197,12 +185,16 @@ def _merge_kernel(
     store_statistics(out, n, n < N, V, label, ignore_index, c_all, s, u, q, arg, z_y)
 
 
-def empty_statistics(rows: int, wanted: frozenset[str], device: torch.device) -> Merged:
-    def floats(name: str | None = None) -> Tensor | None:
-        return torch.empty(rows, device=device) if name is None or name in wanted else None
-
-    argmax = torch.empty(rows, device=device, dtype=torch.int64) if "argmax" in wanted else None
-    return Merged(floats(), floats(), floats(), floats("entropy"), floats("logsumexp"), floats("sum_p_squared"), argmax)
+def empty_statistics(rows: int, wanted: frozenset[str], device: torch.device) -> RowStatistics:
+    always = ("shift", "log_sum", "log_probs")
+    return RowStatistics(
+        **{
+            name: torch.empty(rows, device=device, dtype=torch.int64 if name == "argmax" else torch.float32)
+            if name in wanted or name in always
+            else None
+            for name in RowStatistics._fields
+        }
+    )
 
 
 def linear_forward(
@@ -242,7 +234,7 @@ def linear_forward(
         if problem.overlapped:
             from rlhf_losses.kernels import hopper
 
-            hopper.statistics_kernel[grid](*arguments, *stretches, **problem.constants, **hopper.STATISTICS)
+            hopper.statistics_kernel[grid](*arguments, *stretches, **problem.constants, **hopper.OPTIONS)
         else:
             strides = (problem.stride_n, problem.stride_v)
             _statistics_kernel[grid](*arguments, *strides, *stretches, **problem.constants)
@@ -259,4 +251,4 @@ def linear_forward(
             SPLITS=triton.next_power_of_2(splits),
             BN=merge_rows,
         )
-    return RowStatistics(*out)
+    return out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
-from rlhf_losses.kernels.triton_forward import Merged, empty_statistics, store_statistics
+from rlhf_losses.kernels.triton_forward import empty_statistics, store_statistics
 from rlhf_losses.kernels.triton_problem import Transform, cdiv, launch_context
 from rlhf_losses.kernels.triton_tile import absorb_tile, label_columns, product_gradient_tile, transform_tile
 
@@ -32,7 +32,7 @@ def _statistics_kernel(
     logits,  # [.., V]
     rows,  # [N] int64, or None for all
     labels,  # [N]
-    out: Merged,  # [N] each
+    out: RowStatistics,  # [N] each
     transform: Transform,
     ignore_index,
     stride_n,
@@ -119,7 +119,7 @@ def logits_forward(
             BV=min(_BLOCK, triton.next_power_of_2(vocab)),
             num_warps=_WARPS,
         )
-    return RowStatistics(*out)
+    return out
 
 
 def logits_backward(

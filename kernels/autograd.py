@@ -105,7 +105,8 @@ def _backward_step(
     The number of tokens with a gradient has to reach the host. All that can be launched before it does is, and
     ``meanwhile`` gives the device work for the time that the host needs to launch the next kernel.
     """
-    gradients = [None if g is None else _pack(g, call.rows) for g in upstream[:4]]
+    # Contiguous: the gradient of a sum is one number with stride 0, and kernels step by one element.
+    gradients = [None if g is None else _pack(g, call.rows).contiguous() for g in upstream[:4]]
     some = _with_gradient(call, gradients)
     coefficients = Coefficients.from_upstream(statistics, *gradients)
     count = HostRead(some.sum())

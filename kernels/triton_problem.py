@@ -31,7 +31,7 @@ class Transform(NamedTuple):
     def of(cls, transform: LogitTransform) -> "Transform":
         per_token = isinstance(transform.temperature, Tensor)
         return cls(
-            bias=transform.bias,
+            bias=None if transform.bias is None else transform.bias.contiguous(),
             scale=None if transform.scale is None else float(transform.scale),
             softcap=None if transform.softcap is None else float(transform.softcap),
             inverse_temperature=None if per_token or transform.temperature == 1 else 1.0 / transform.temperature,

@@ -192,7 +192,7 @@ def _prepare(
         workspace_bytes = DEFAULT_WORKSPACE_BYTES
     elif workspace_bytes <= 0:
         raise ValueError(f"workspace_bytes: expected a number > 0 or None, got {workspace_bytes}")
-    labels = labels.reshape(-1)
+    labels = labels.reshape(-1).contiguous()
     rows = None
     if mask is not None or not labels.is_cuda:
         active = labels != ignore_index

@@ -4,6 +4,7 @@ Holds a few [chunk, V] blocks at a time, within ``workspace_bytes`` (one row at 
 8 * N * H * V FLOPs for forward and backward: the products are computed once more in the backward.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -30,6 +31,12 @@ def _columns(labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     return labels.where(has_column, 0)[:, None].long(), has_column
 
 
+def _entropy(gap: Tensor, e: Tensor, s: Tensor) -> Tensor:
+    # Where e = 0 its term is 0, and 0 * -inf would be NaN.
+    u = (e * gap.masked_fill(e == 0, 0.0)).sum(-1)
+    return (s.log() - u / s).clamp(0.0, math.log(gap.shape[-1]))
+
+
 def row_statistics(
     logits: Tensor, labels: Tensor, transform: LogitTransform, wanted: frozenset[str], ignore_index: int
 ) -> RowStatistics:
@@ -45,8 +52,7 @@ def row_statistics(
         shift=row_max,
         log_sum=log_sum,
         log_probs=(gap.gather(-1, columns).squeeze(-1) - log_sum).clamp(max=0.0),
-        # u <= 0 and s >= 1; where e = 0 its term is 0, and 0 * -inf would be NaN.
-        entropy=log_sum - (e * gap.masked_fill(e == 0, 0.0)).sum(-1) / s if "entropy" in wanted else None,
+        entropy=_entropy(gap, e, s) if "entropy" in wanted else None,
         logsumexp=row_max + log_sum if "logsumexp" in wanted else None,
         sum_p_squared=(e.square().sum(-1) / s.square()).clamp(max=1.0) if "sum_p_squared" in wanted else None,
         argmax=z.argmax(-1) if "argmax" in wanted else None,

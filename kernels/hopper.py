@@ -111,9 +111,10 @@ def _statistics_load(
 
 @gluon.jit
 def _statistics_product(
-    stages, labels, label_logit, partial, transform, ignore_index, stretch,
+    stages, tokens, partial, stretch,
     HALF: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
+    labels, label_logit, transform, ignore_index = tokens
     N, V, tiles_per_split, splits = stretch
     ROWS: gl.constexpr = BN // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
@@ -198,17 +199,12 @@ def statistics_kernel(
     STAGES: gl.constexpr,
 ):
     stages = _operand_stages(hidden, weight, STAGES)
+    tokens = (labels, label_logit, transform, ignore_index)
     stretch = (N, V, tiles_per_split, splits)
     gl.warp_specialize(
         [
-            (
-                _statistics_product,
-                (stages, labels, label_logit, partial, transform, ignore_index, stretch, 0, H, BN, BV, BH, GROUP),
-            ),
-            (
-                _statistics_product,
-                (stages, labels, label_logit, partial, transform, ignore_index, stretch, 1, H, BN, BV, BH, GROUP),
-            ),
+            (_statistics_product, (stages, tokens, partial, stretch, 0, H, BN, BV, BH, GROUP)),
+            (_statistics_product, (stages, tokens, partial, stretch, 1, H, BN, BV, BH, GROUP)),
             (_statistics_load, (hidden, weight, stages, labels, ignore_index, stretch, H, BN, BV, BH, GROUP)),
         ],
         [4, 1],
@@ -240,9 +236,10 @@ def _store_half(da, n0, v0, result, values):
 
 @gluon.jit
 def _gradient_product(
-    stages, labels, of_rows, coefficients, transform, da, result, stretch,
+    stages, tokens, da, result, stretch,
     HALF: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
+    labels, shift, log_sum, coefficients, transform = tokens
     N, V, first_tile, tiles = stretch
     ROWS: gl.constexpr = BN // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
@@ -254,7 +251,6 @@ def _gradient_product(
         n = n0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         v0 = (first_tile + tile) * BV
         v = v0 + gl.arange(0, BV, gl.SliceLayout(0, layout))
-        shift, log_sum = of_rows
         c = gl.load(shift + n, mask=n < N, other=0.0)
         log_s = gl.load(log_sum + n, mask=n < N, other=0.0)
         label = label_columns(labels, n, N, V)
@@ -290,19 +286,12 @@ def product_gradient_kernel(
 ):
     stages = _operand_stages(hidden, weight, STAGES)
     results = gl.allocate_shared_memory(da.dtype, [2, BN // 2, BV // 2], da.layout)
-    of_rows = (shift, log_sum)
+    tokens = (labels, shift, log_sum, coefficients, transform)
     stretch = (N, V, first_tile, tiles)
-    upper, lower = results.index(0), results.index(1)
     gl.warp_specialize(
         [
-            (
-                _gradient_product,
-                (stages, labels, of_rows, coefficients, transform, da, upper, stretch, 0, H, BN, BV, BH, GROUP),
-            ),
-            (
-                _gradient_product,
-                (stages, labels, of_rows, coefficients, transform, da, lower, stretch, 1, H, BN, BV, BH, GROUP),
-            ),
+            (_gradient_product, (stages, tokens, da, results.index(0), stretch, 0, H, BN, BV, BH, GROUP)),
+            (_gradient_product, (stages, tokens, da, results.index(1), stretch, 1, H, BN, BV, BH, GROUP)),
             (_gradient_load, (hidden, weight, stages, stretch, H, BN, BV, BH, GROUP)),
         ],
         [4, 1],

@@ -14,12 +14,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        return hidden @ weight.T
+        with torch.autocast(hidden.device.type, enabled=False):
+            return hidden @ weight.T
 
     @staticmethod
     def backward(ctx, d_logits: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight = ctx.saved_tensors
-        return d_logits @ finite_for_product(weight, all_finite(weight)), d_logits.T @ hidden
+        with torch.autocast(hidden.device.type, enabled=False):
+            return d_logits @ finite_for_product(weight, all_finite(weight)), d_logits.T @ hidden
 
 
 def linear_statistics(

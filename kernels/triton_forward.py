@@ -135,7 +135,9 @@ def store_statistics(out, n, inside, V, label, ignore_index, c, s, u, q, arg, z_
     tl.store(out.log_probs + n, _settled(tl.where(log_prob > 0.0, 0.0, log_prob), bad, ignored), mask=inside)
     if out.entropy is not None:
         entropy = (log_sum - u / s) * LN2
-        tl.store(out.entropy + n, _settled(tl.where(entropy < 0.0, 0.0, entropy), bad, ignored), mask=inside)
+        most = tl.log2(V * 1.0) * LN2
+        entropy = tl.where(entropy < 0.0, 0.0, tl.where(entropy > most, most, entropy))
+        tl.store(out.entropy + n, _settled(entropy, bad, ignored), mask=inside)
     if out.logsumexp is not None:
         tl.store(out.logsumexp + n, _settled((shift + log_sum) * LN2, bad, ignored), mask=inside)
     if out.sum_p_squared is not None:

@@ -66,6 +66,7 @@ def linear_log_probs(
 
     Formulas: docs/math.md.
     """
+    validation.require_plain(hidden_states=hidden_states, weight=weight, bias=bias)
     hidden_states, weight, bias = _autocast(hidden_states, weight, bias)
     validation.require_head(hidden_states, weight, bias)
     validation.require_tokens(labels, mask, hidden_states.shape[:-1], hidden_states, "hidden_states")
@@ -118,7 +119,7 @@ def log_probs_from_logits(
 
     Everything else, errors included, is as for ``linear_log_probs``.
     """
-    validation.require_plain("logits", logits)
+    validation.require_plain(logits=logits)
     if logits.dim() < 1 or logits.shape[-1] == 0:
         raise ValueError(f"logits: expected [..., V] with at least one entry, got {list(logits.shape)}")
     if not logits.is_floating_point():
@@ -138,6 +139,8 @@ def log_probs_from_logits(
         validate=validate,
     )
     flat = logits.reshape(-1, logits.shape[-1])
+    if flat.stride(1) != 1 or flat.stride(0) < flat.shape[1]:
+        flat = flat.contiguous()
     if len(call.labels) == 0:
         stats = _nothing(len(flat), flat[:0].sum())
     elif call.backend == "reference":
@@ -193,6 +196,9 @@ def _prepare(
     elif workspace_bytes <= 0:
         raise ValueError(f"workspace_bytes: expected a number > 0 or None, got {workspace_bytes}")
     labels = labels.reshape(-1).contiguous()
+    if labels.dtype.itemsize < 4:
+        # Compared as they are, -100 and the vocabulary's size would wrap around.
+        labels = labels.int()
     rows = None
     if mask is not None or not labels.is_cuda:
         active = labels != ignore_index

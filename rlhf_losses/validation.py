@@ -15,21 +15,34 @@ VALIDATE = ("async", "sync", "off")
 
 
 @dataclass(frozen=True)
-class _Deferred:
-    """A call's answer to «was a label bad?», on its way to the host, and what it takes to say which."""
+class _Findings:
+    """What a check of labels found, on its way to the host: how many are bad, the place and value of the first."""
 
-    answer: HostRead
-    labels: Tensor
+    read: HostRead
+    count: int
     vocab: int
     ignore_index: int
 
+    @classmethod
+    def of(cls, labels: Tensor, vocab: int, ignore_index: int) -> "_Findings":
+        bad = (labels != ignore_index) & ((labels < 0) | (labels >= vocab))
+        first = bad.int().argmax().view(1)
+        # Read now: by the time that anybody asks, other labels may lie in the same memory.
+        found = torch.cat((bad.sum().view(1), first, labels[first].long()))
+        return cls(HostRead(found), len(labels), vocab, ignore_index)
+
     def message(self) -> str | None:
-        if not self.answer.wait():
+        bad, at, label = self.read.wait().tolist()
+        if not bad:
             return None
-        return describe_bad_label(self.labels, self.vocab, self.ignore_index)
+        return (
+            f"labels: expected 0 <= label < {self.vocab} (the rows of the head) or ignore_index {self.ignore_index}, "
+            f"got {label} at unmasked token {at} ({bad} such of {self.count}); mask that token, or compare the "
+            "tokenizer's vocabulary with the head's"
+        )
 
 
-_pending: deque[_Deferred] = deque()
+_pending: deque[_Findings] = deque()
 _lock = threading.Lock()
 
 
@@ -43,10 +56,10 @@ def check() -> None:
 
 def check_arrived() -> None:
     """``check`` for the answers that are here: what a call does first, and it must not wait for the call before it."""
-    _raise_for(lambda call: call.answer.arrived())
+    _raise_for(lambda call: call.read.arrived())
 
 
-def _raise_for(due: Callable[[_Deferred], bool]) -> None:
+def _raise_for(due: Callable[[_Findings], bool]) -> None:
     calls = []
     with _lock:
         while _pending and due(_pending[0]):
@@ -57,35 +70,25 @@ def _raise_for(due: Callable[[_Deferred], bool]) -> None:
 
 
 def check_labels(labels: Tensor, vocab: int, ignore_index: int, validate: str) -> None:
-    """labels [N]: raise for a bad one now ("sync"), at the next call ("async"), or never ("off")."""
-    if validate == "off":
+    """labels [N]: raise for a bad one now ("sync"), at a later call ("async"), or never ("off")."""
+    if validate == "off" or len(labels) == 0:
         return
-    answer = bad_labels(labels, vocab, ignore_index).any()
-    if validate == "sync":
-        if answer:
-            raise ValueError(describe_bad_label(labels, vocab, ignore_index))
-        return
-    with _lock:
-        _pending.append(_Deferred(HostRead(answer), labels, vocab, ignore_index))
+    findings = _Findings.of(labels, vocab, ignore_index)
+    if validate == "async":
+        with _lock:
+            _pending.append(findings)
+    elif message := findings.message():
+        raise ValueError(message)
 
 
-def bad_labels(labels: Tensor, vocab: int, ignore_index: int) -> Tensor:
-    return (labels != ignore_index) & ((labels < 0) | (labels >= vocab))
+def require_plain(**tensors: Tensor | None) -> None:
+    """Parameters that FSDP2 or DeepSpeed has taken apart must not reach a kernel."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            _require_plain(name, tensor)
 
 
-def describe_bad_label(labels: Tensor, vocab: int, ignore_index: int) -> str:
-    """Names the first bad one of labels [N], among the tokens that count."""
-    bad = bad_labels(labels, vocab, ignore_index)
-    at = int(bad.nonzero()[0, 0])
-    return (
-        f"labels: expected 0 <= label < {vocab} (the rows of the head) or ignore_index {ignore_index}, got "
-        f"{int(labels[at])} at unmasked token {at} ({int(bad.sum())} such of {len(labels)}); mask that token, or "
-        "compare the tokenizer's vocabulary with the head's"
-    )
-
-
-def require_plain(name: str, tensor: Tensor) -> None:
-    """A parameter that FSDP2 or DeepSpeed has taken apart must not reach a kernel."""
+def _require_plain(name: str, tensor: Tensor) -> None:
     if hasattr(tensor, "device_mesh"):
         raise TypeError(
             f"{name}: expected a plain tensor, got a DTensor sharded over {tensor.device_mesh}; a gradient through "
@@ -112,8 +115,6 @@ def require_validate(validate: str) -> None:
 
 def require_head(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Shapes, types and devices of hidden states [.., H], weight [V, H] and bias [V]."""
-    require_plain("hidden_states", hidden_states)
-    require_plain("weight", weight)
     if weight.dim() != 2 or hidden_states.dim() < 1 or hidden_states.shape[-1] != weight.shape[1]:
         raise ValueError(
             "hidden_states and weight: expected [..., H] and [V, H] with one H, got "
@@ -128,7 +129,6 @@ def require_head(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> 
         )
     _require_device("weight", weight, hidden_states)
     if bias is not None:
-        require_plain("bias", bias)
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {list(bias.shape)}")
         if not bias.is_floating_point():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Inputs:
-    """hidden [..., H], weight [V, H], labels [...], bias [V] or None, and the other arguments of the public function."""
+    """hidden [..., H], weight [V, H], labels [...], bias [V] or None, and the public function's other arguments."""
 
     hidden: Tensor
     weight: Tensor

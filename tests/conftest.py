@@ -15,9 +15,15 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     assert "triton" not in sys.modules, "Triton was imported before its interpreter could be chosen"
     os.environ["TRITON_INTERPRET"] = "1"
+    # The tensors are tiny: a second thread would be waited for more than it helps.
+    torch.set_num_threads(1)
 
 import rlhf_losses  # noqa: E402
 from rlhf_losses.kernels import backends, tiles  # noqa: E402
+
+# On Hopper "triton" is its own kernels; those for other devices with descriptors are then reached by name alone.
+_HOPPER = HAS_CUDA and torch.cuda.get_device_capability() == (9, 0)
+TRITON_PATHS = ("triton", "triton-pointers", "triton-portable")[: 3 if _HOPPER else 2]
 
 _skipped = pytest.StashKey[list[str]]()
 
@@ -79,20 +85,27 @@ def seeded_and_without_leftovers():
     rlhf_losses.check()
 
 
-def _limit_devices(monkeypatch, **limits):
-    """The kernels see a device with other limits than the one at hand."""
-    from rlhf_losses.kernels import triton_tile
-
-    real = backends.device_limits
-    for module in (backends, triton_tile):
-        monkeypatch.setattr(module, "device_limits", lambda device: replace(real(device), **limits))
+def _replace_everywhere(monkeypatch, name, value):
+    """Wherever a module of the kernels has imported ``name``."""
+    backends.operations("triton")
+    for module in [m for key, m in sys.modules.items() if key.startswith("rlhf_losses.kernels.")]:
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, value)
 
 
 def _choose_path(name, monkeypatch):
-    """"triton-pointers": the loads of devices without tensor-memory descriptors (sm_80, sm_89, ROCm)."""
-    if name == "triton-pointers":
-        _limit_devices(monkeypatch, capability=80)
-    return name.removesuffix("-pointers")
+    """A back end's name, or "triton-..." for the kernels of other devices than the one at hand.
+
+    pointers  devices without tensor-memory descriptors: sm_80, sm_89, ROCm
+    portable  devices with them, for which there are no kernels of their own
+    """
+    backend, _, path = name.partition("-")
+    if path:
+        real = backends.device_limits
+        capability = {"pointers": 80, "portable": 100}[path]
+        limited = lambda device: replace(real(device), capability=capability)  # noqa: E731
+        _replace_everywhere(monkeypatch, "device_limits", limited)
+    return backend
 
 
 @pytest.fixture
@@ -100,25 +113,32 @@ def choose_path(monkeypatch):
     return lambda name: _choose_path(name, monkeypatch)
 
 
-@pytest.fixture(params=["reference", "chunked", "triton", "triton-pointers"])
+@pytest.fixture
+def choose_tile(monkeypatch):
+    return lambda tile: _replace_everywhere(monkeypatch, "pick_tile", lambda limits, itemsize: tile)
+
+
+@pytest.fixture(params=["reference", "chunked", *TRITON_PATHS])
 def backend(request, monkeypatch):
     return _choose_path(request.param, monkeypatch)
 
 
-@pytest.fixture(params=["chunked", "triton", "triton-pointers"])
+@pytest.fixture(params=["chunked", *TRITON_PATHS])
 def fused(request, monkeypatch):
     """The back ends that never hold [N, V]."""
     return _choose_path(request.param, monkeypatch)
 
 
+@pytest.fixture(params=TRITON_PATHS)
+def triton_path(request, monkeypatch):
+    return _choose_path(request.param, monkeypatch)
+
+
 @pytest.fixture
-def quick_tiles(monkeypatch):
+def quick_tiles(choose_tile):
     """For vocabularies of 100,000 and more: a step takes the interpreter 15 ms, so it takes few, wide ones.
 
-    The kernels and the 33 stretches of the vocabulary stay as they are. With a GPU nothing is changed.
+    The kernels and the stretches of the vocabulary stay as they are. With a GPU nothing is changed.
     """
     if not HAS_CUDA:
-        from rlhf_losses.kernels import triton_tile
-
-        wide = tiles.Tile(16, 2048, 16, warps=4, stages=1)
-        monkeypatch.setattr(triton_tile, "pick_tile", lambda limits, itemsize: wide)
+        choose_tile(tiles.Tile(16, 2048, 16, warps=4, stages=1))

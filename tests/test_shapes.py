@@ -8,12 +8,14 @@ import torch
 from cases import random_inputs
 from helpers import (
     DEVICE,
+    DTYPE,
     FLOAT_OUTPUTS,
     HALF,
     Allocations,
     assert_close_to_truth,
     assert_right,
     evaluate,
+    literal,
     python,
 )
 
@@ -45,22 +47,32 @@ def test_s1_no_tokens_no_launch(leading, backend, monkeypatch):
 
 @pytest.mark.parametrize(
     ("leading", "vocab", "depth"),
-    [((1,), 129, 16), ((), 129, 16), ((5,), 129, 17), ((5,), 300, 8), ((5,), 7, 8), ((1,), 2, 1), ((2, 3, 2), 129, 64)],
+    [
+        ((1,), 129, 16),
+        ((), 129, 16),
+        ((5,), 129, 17),
+        ((5,), 300, 8),
+        ((40,), 7, 8),
+        ((1,), 2, 1),
+        ((2, 3, 2), 129, 64),
+    ],
     ids=["one-token", "one-token-no-dimension", "H17", "H8", "V-below-a-tile", "V2-H1", "three-dimensions"],
 )
 def test_s2_small_shapes(leading, vocab, depth, backend):
     inputs = random_inputs(leading, vocab, depth, DEVICE)
-    assert_right(inputs, backend, torch.float32, **with_gradients(inputs))
+    assert_right(inputs, backend, DTYPE, **with_gradients(inputs))
 
 
 def test_s2_vocabulary_of_one(backend):
     inputs = random_inputs((3,), 1, 8, DEVICE)
     got = evaluate(inputs, backend, (*FLOAT_OUTPUTS, "argmax"), inputs.upstream(BOTH), ("hidden", "weight"))
-    assert got["log_probs"].tolist() == got["entropy"].tolist() == [0, 0, 0]
-    assert got["sum_p_squared"].tolist() == [1, 1, 1]
+    assert got["log_probs"].tolist() == literal([0, 0, 0])
+    assert got["entropy"].tolist() == literal([0, 0, 0])
+    assert got["sum_p_squared"].tolist() == literal([1, 1, 1])
     assert got["argmax"].tolist() == [0, 0, 0]
     torch.testing.assert_close(got["logsumexp"], inputs.hidden @ inputs.weight[0], rtol=1e-6, atol=1e-6)
-    assert got["d_hidden"].count_nonzero() == got["d_weight"].count_nonzero() == 0
+    assert got["d_hidden"].abs().max() < 1e-6
+    assert got["d_weight"].abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
@@ -84,14 +96,14 @@ def test_s3_label_is_not_taken_for_ignore_index():
 
 def test_s3_labels_int32_on_every_backend(backend):
     inputs = random_inputs((5,), 129, 16, DEVICE)
-    assert_right(replace(inputs, labels=inputs.labels.int()), backend, torch.float32, **with_gradients(inputs))
+    assert_right(replace(inputs, labels=inputs.labels.int()), backend, DTYPE, **with_gradients(inputs))
 
 
 def test_s3_other_labels_raise(backend):
     inputs = random_inputs((5,), 129, 16, DEVICE)
     with pytest.raises(TypeError, match=r"labels: expected an integer dtype, got torch.float32; pass labels.long\(\)"):
         evaluate(replace(inputs, labels=inputs.labels.float()), backend)
-    with pytest.raises(TypeError, match="labels: expected an integer dtype, got torch.bool"):
+    with pytest.raises(TypeError, match=r"labels: expected an integer dtype, got torch\.bool"):
         evaluate(replace(inputs, labels=inputs.labels > 0), backend)
     with pytest.raises(ValueError, match=f"labels: expected device {DEVICE}, got meta; move it"):
         evaluate(replace(inputs, labels=inputs.labels.to("meta")), backend)
@@ -108,7 +120,10 @@ def test_s4_labels_of_another_shape_name_both(backend):
 def test_s5_no_token_counts(how, backend):
     inputs = random_inputs((3, 4), 129, 16, DEVICE)
     # Whatever the hidden states hold.
-    inputs = replace(inputs, hidden=torch.full_like(inputs.hidden, float("nan")), bias=torch.zeros(129, device=DEVICE))
+    inputs = inputs.to(DTYPE)
+    inputs = replace(
+        inputs, hidden=torch.full_like(inputs.hidden, float("nan")), bias=torch.zeros(129, device=DEVICE, dtype=DTYPE)
+    )
     if how == "ignored":
         inputs = replace(inputs, labels=torch.full_like(inputs.labels, -100))
     else:
@@ -123,7 +138,7 @@ def test_s5_no_token_counts(how, backend):
 
 @pytest.mark.parametrize("how", ["ignored", "masked", "both"])
 def test_s5_half_of_the_tokens_count(how, backend):
-    inputs = random_inputs((4, 5), 300, 16, DEVICE)
+    inputs = random_inputs((4, 5), 300, 16, DEVICE).to(DTYPE)
     keep = torch.arange(20, device=DEVICE).reshape(4, 5) % 2 == 0
     # A masked token may hold anything: NaN, a label out of range.
     hidden = torch.where(keep[..., None], inputs.hidden, float("nan"))
@@ -151,7 +166,7 @@ def test_s5_half_of_the_tokens_count(how, backend):
     low = evaluate(kept, "reference", wrt=("hidden", "weight"), **options)
     for name in (*FLOAT_OUTPUTS, "d_hidden", "d_weight"):
         ours = got[name] if name == "d_weight" else got[name][keep]
-        assert_close_to_truth(ours, truth[name], low[name], torch.float32, name)
+        assert_close_to_truth(ours, truth[name], low[name], DTYPE, name)
 
 
 UPSTREAM = {
@@ -170,7 +185,7 @@ UPSTREAM = {
 
 @pytest.mark.parametrize("loss", UPSTREAM.values(), ids=UPSTREAM)
 def test_s6_upstream_gradients_of_any_strides(loss, fused):
-    inputs = random_inputs((3, 4), 300, 16, DEVICE)
+    inputs = random_inputs((3, 4), 300, 16, DEVICE).to(DTYPE)
     w = inputs.upstream(("log_probs",))["log_probs"]
 
     def gradients(inputs, backend):
@@ -180,7 +195,7 @@ def test_s6_upstream_gradients_of_any_strides(loss, fused):
 
     truth, low = gradients(inputs.to(torch.float64), "reference"), gradients(inputs, "reference")
     for got, t, l in zip(gradients(inputs, fused), truth, low, strict=True):
-        assert_close_to_truth(got, t, l, torch.float32)
+        assert_close_to_truth(got, t, l, DTYPE)
 
 
 @pytest.mark.parametrize("layout", ["stride 0", "stride 2", "transposed"])
@@ -192,11 +207,11 @@ def test_s6_upstream_gradients_handed_in(layout, fused):
         "transposed": lambda: torch.arange(1.0, 9.0, device=DEVICE).reshape(2, 4).T,
     }
     upstream = {name: made[layout]() for name in FLOAT_OUTPUTS}
-    assert_right(inputs, fused, torch.float32, outputs=FLOAT_OUTPUTS, upstream=upstream, wrt=("hidden", "weight"))
+    assert_right(inputs, fused, DTYPE, outputs=FLOAT_OUTPUTS, upstream=upstream, wrt=("hidden", "weight"))
 
 
 def test_s7_every_token_has_its_own_weight(backend):
-    inputs = random_inputs((2, 4), 15, 10, DEVICE)
+    inputs = random_inputs((2, 4), 15, 10, DEVICE).to(DTYPE)
     inputs.labels[0, 0] = -100
     upstream = {"log_probs": torch.rand(2, 4, device=DEVICE) + 0.1}
     got = evaluate(inputs, backend, upstream=upstream, wrt=("weight",))["d_weight"]
@@ -211,7 +226,7 @@ def test_s7_every_token_has_its_own_weight(backend):
                 total += upstream["log_probs"][b, t] * gradient
         return total
 
-    assert_close_to_truth(got, weighted_sum(inputs.to(torch.float64)), weighted_sum(inputs), torch.float32)
+    assert_close_to_truth(got, weighted_sum(inputs.to(torch.float64)), weighted_sum(inputs), DTYPE)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
@@ -252,9 +267,7 @@ LAYOUTS = {
     "hidden transposed": lambda x: replace(x, hidden=x.hidden.transpose(0, 1), labels=x.labels.T),
     "hidden columns transposed": lambda x: replace(x, hidden=x.hidden.transpose(1, 2).contiguous().transpose(1, 2)),
     "hidden every second token": lambda x: replace(x, hidden=x.hidden[:, ::2], labels=x.labels[:, ::2]),
-    "hidden every second column": lambda x: replace(
-        x, hidden=x.hidden[..., ::2], weight=x.weight[:, ::2]
-    ),
+    "hidden every second column": lambda x: replace(x, hidden=x.hidden[..., ::2], weight=x.weight[:, ::2]),
     "hidden expanded": lambda x: replace(x, hidden=x.hidden[:1, :1].expand(4, 6, -1)),
     "hidden expanded, one dimension": lambda x: replace(x, hidden=x.hidden[0, 0].expand(6, -1), labels=x.labels[0]),
     "hidden sliced off the front": lambda x: replace(x, hidden=x.hidden[..., 1:], weight=x.weight[:, 1:]),
@@ -267,11 +280,12 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_s10_inputs_of_any_strides(layout, backend):
+def test_s10_inputs_of_any_strides(layout, dtype, backend):
     inputs = layout(random_inputs((4, 6), 129, 16, DEVICE))
     wrt = ("hidden", "weight", "bias")[: 2 + (inputs.bias is not None)]
-    assert_right(inputs, backend, torch.float32, outputs=BOTH, upstream=inputs.upstream(BOTH), wrt=wrt)
+    assert_right(inputs, backend, dtype, outputs=BOTH, upstream=inputs.upstream(BOTH), wrt=wrt)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -299,14 +313,18 @@ def test_s13_bad_temperature_is_named(bad, backend):
         evaluate(inputs, backend, temperature=bad)
     entries = torch.ones(2, 3, device=DEVICE)
     entries[1, 1] = bad
-    with pytest.raises(ValueError, match=rf"temperature: expected finite numbers > 0, got {bad} at (unmasked )?token 4"):
+    with pytest.raises(
+        ValueError, match=rf"temperature: expected finite numbers > 0, got {bad} at (unmasked )?token 4"
+    ):
         evaluate(inputs, backend, temperature=entries)
     with pytest.raises(ValueError, match=rf"got {bad} at (unmasked )?token 3"):
         evaluate(inputs, backend, temperature=entries[:, 1])
     # At a masked token it enters nothing.
     mask = torch.arange(6, device=DEVICE).reshape(2, 3) != 4
     got = evaluate(inputs, backend, temperature=entries, mask=mask)
-    assert torch.equal(got["log_probs"], evaluate(inputs, backend, temperature=torch.ones_like(entries), mask=mask)["log_probs"])
+    assert torch.equal(
+        got["log_probs"], evaluate(inputs, backend, temperature=torch.ones_like(entries), mask=mask)["log_probs"]
+    )
 
 
 def test_s13_integer_temperature_works(backend):
@@ -336,12 +354,7 @@ def test_s14_wide_tile_only_where_it_fits():
 
 def test_s14_picker_looks_at_no_token_count():
     # A token's numbers depend on the tile's width: it must be the same for every call of a device.
-    assert {field for field in DeviceLimits.__dataclass_fields__} == {
-        "vendor",
-        "capability",
-        "shared_memory",
-        "multiprocessors",
-    }
+    assert set(DeviceLimits.__dataclass_fields__) == {"vendor", "capability", "shared_memory", "multiprocessors"}
 
 
 def test_s14_without_a_tile_that_fits_chunked_serves_and_says_why(monkeypatch):
@@ -352,7 +365,7 @@ def test_s14_without_a_tile_that_fits_chunked_serves_and_says_why(monkeypatch):
     choice = backends.choose_backend("auto", gpu, torch.float16)
     assert choice.name == "chunked"
     assert choice.reason == "no tile fits the 8192 bytes of shared memory of this device"
-    with pytest.raises(ValueError, match="backend='triton': no tile fits the 8192 bytes .* pass backend='chunked'"):
+    with pytest.raises(ValueError, match=r"backend='triton': no tile fits the 8192 bytes .* pass backend='chunked'"):
         backends.choose_backend("triton", gpu, torch.float16)
 
 
@@ -369,13 +382,22 @@ def test_s14_old_gpu_takes_chunked(monkeypatch):
 
 
 @pytest.mark.parametrize("tile", [Tile(64, 128, 32, warps=4, stages=2), Tile(64, 64, 32, warps=4, stages=2)], ids=str)
-def test_s14_smaller_tiles_compute_the_same(tile, choose_path, monkeypatch):
-    from rlhf_losses.kernels import triton_tile
-
+def test_s14_smaller_tiles_compute_the_same(tile, choose_path, choose_tile):
     choose_path("triton-pointers")
-    monkeypatch.setattr(triton_tile, "pick_tile", lambda limits, itemsize: tile)
+    choose_tile(tile)
     inputs = random_inputs((70,), 300, 40, DEVICE)
     assert_right(inputs, "triton", HALF, **with_gradients(inputs))
+
+
+def test_every_block_of_rows_meets_every_tile(choose_path, choose_tile):
+    # Five row blocks in groups of two, the last one alone; eight tiles in three stretches, the last one short; the
+    # gradient in stretches of its own. With the tiles of the table that takes thousands of tokens.
+    choose_path("triton-pointers")
+    choose_tile(Tile(64, 64, 32, warps=4, stages=2, row_group=2, splits=3))
+    inputs = random_inputs((310,), 449, 16, DEVICE)
+    outputs = (*FLOAT_OUTPUTS, "argmax")
+    options = {"outputs": outputs, "upstream": inputs.upstream(FLOAT_OUTPUTS), "wrt": ("hidden", "weight")}
+    assert_right(inputs, "triton", HALF, workspace_bytes=310 * 64 * 2 * 3, **options)
 
 
 def test_s15_without_triton(monkeypatch):
@@ -383,7 +405,9 @@ def test_s15_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     here = torch.ones(1, device=DEVICE)
     assert backend_for(here) == ("chunked", "triton is not installed")
-    with pytest.raises(ImportError, match=r"triton is not installed; install it \(pip install .*\) or pass backend='ch"):
+    with pytest.raises(
+        ImportError, match=r"triton is not installed; install it \(pip install .*\) or pass backend='ch"
+    ):
         backend_for(here, "triton")
     inputs = random_inputs((3,), 129, 16, DEVICE)
     with pytest.raises(ImportError, match="triton is not installed"):
@@ -427,7 +451,7 @@ def test_no_logits_of_all_tokens_are_held(fused):
 
 
 def test_h3_tied_embedding_gets_one_summed_gradient(backend):
-    inputs = random_inputs((6,), 129, 16, DEVICE)
+    inputs = random_inputs((6,), 129, 16, DEVICE).to(DTYPE)
     ids = torch.tensor([3, 3, 128, 0, 7, 9], device=DEVICE)
 
     def gradient(inputs, backend):
@@ -437,7 +461,7 @@ def test_h3_tied_embedding_gets_one_summed_gradient(backend):
         return shared.grad
 
     truth, low = gradient(inputs.to(torch.float64), "reference"), gradient(inputs, "reference")
-    assert_close_to_truth(gradient(inputs, backend), truth, low, torch.float32)
+    assert_close_to_truth(gradient(inputs, backend), truth, low, DTYPE)
 
 
 def test_h6_sharded_weight_is_refused(tmp_path):
@@ -460,7 +484,7 @@ for name, arguments in (("weight", (head.weight, None)), ("bias", (plain, head.b
         try:
             linear_log_probs(hidden, arguments[0], labels, bias=arguments[1], backend=backend)
         except TypeError as error:
-            for part in (name + ": expected a plain tensor, got a DTensor", "Call the op from the forward", "unshard()"):
+            for part in (name + ": expected a plain tensor, got a DTensor", "from the forward of the", "unshard()"):
                 assert part in str(error), error
         else:
             raise SystemExit("a sharded " + name + " was accepted")
@@ -492,7 +516,9 @@ def test_h8_id_beyond_the_head_counts_only_where_it_is_not_masked(backend, quick
     masked = evaluate(inputs, backend, mask=mask, validate="sync")["log_probs"]
     assert masked[1] == 0
     assert (masked[[0, 2]] < 0).all()
-    with pytest.raises(ValueError, match=r"expected 0 <= label < 128256 .* got 128256 at (unmasked )?token 1 \(1 such of 3\)"):
+    with pytest.raises(
+        ValueError, match=r"expected 0 <= label < 128256 .* got 128256 at (unmasked )?token 1 \(1 such of 3\)"
+    ):
         evaluate(inputs, backend, validate="sync")
 
 

@@ -1,0 +1,234 @@
+"""What the package is from outside: imports, names, signatures, sizes of files, and what a wheel holds."""
+
+import ast
+import importlib.metadata
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from helpers import ROOT, python
+
+import rlhf_losses
+
+KERNEL_FILES = sorted((ROOT / "kernels").glob("*.py"))
+PACKAGE_FILES = sorted((ROOT / "rlhf_losses").rglob("*.py"))
+
+
+def imported(path):
+    """Every module that the file imports, also inside of functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}:{node.lineno}: imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def within(name, package):
+    return name == package or name.startswith(package + ".")
+
+
+def is_ours(name):
+    return within(name, "rlhf_losses")
+
+
+def test_files_are_found():
+    assert len(KERNEL_FILES) >= 10
+    assert len(PACKAGE_FILES) >= 3
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.name)
+def test_kernels_import_only_kernels_torch_and_triton(path):
+    for name in imported(path):
+        assert not is_ours(name) or within(name, "rlhf_losses.kernels"), name
+        top = name.partition(".")[0]
+        assert top in {"torch", "triton", "rlhf_losses"} | set(sys.stdlib_module_names), name
+
+
+@pytest.mark.parametrize("path", PACKAGE_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_package_imports_no_integration(path):
+    for name in imported(path):
+        assert not within(name, "rlhf_losses.integrations"), name
+        assert not within(name, "integrations"), name
+        assert not within(name, "kernels"), f"{name}: the folder is imported as rlhf_losses.kernels"
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.name)
+def test_kernel_file_has_at_most_300_lines(path):
+    assert len(path.read_text().splitlines()) <= 300
+
+
+def test_kernels_folder_is_no_package_of_its_own():
+    # A top-level ``kernels`` with an __init__.py would shadow the one that transformers imports.
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    found = python("import importlib.util as u; s = u.find_spec('kernels'); print(s is None or s.origin is None)")
+    assert found.strip() == "True"
+    # pytest's own: verl installs a top-level ``tests``.
+    assert not (ROOT / "tests" / "__init__.py").exists()
+
+
+def test_import_is_light():
+    # Best of five in one process: bytecode and folders are read once, as they would be in a program's second start.
+    seen = json.loads(
+        python(
+            """
+import json, sys, time
+import torch
+before = set(sys.modules)
+times = []
+for _ in range(5):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rlhf_losses"]:
+        del sys.modules[name]
+    start = time.perf_counter()
+    import rlhf_losses
+    times.append(time.perf_counter() - start)
+new = sorted(name for name in set(sys.modules) - before)
+print(json.dumps({"seconds": min(times), "new": new, "cuda": torch.cuda.is_initialized()}))
+"""
+        )
+    )
+    assert not [name for name in seen["new"] if name.partition(".")[0] == "triton"]
+    assert not [name for name in seen["new"] if within(name, "rlhf_losses.integrations")]
+    assert not seen["cuda"]
+    assert seen["seconds"] < 0.05
+
+
+def test_a_call_on_cpu_tensors_imports_no_triton():
+    python(
+        """
+import sys, torch
+from rlhf_losses import linear_log_probs
+linear_log_probs(torch.ones(2, 8), torch.ones(5, 8), torch.zeros(2, dtype=torch.int64))
+assert "triton" not in sys.modules
+""",
+        TRITON_INTERPRET="0",
+    )
+
+
+def test_public_names_are_pinned():
+    # A new name is a decision: it goes here, into the docs and into the changelog.
+    assert sorted(rlhf_losses.__all__) == [
+        "BackendChoice",
+        "LogitTransform",
+        "TokenStats",
+        "backend_for",
+        "check",
+        "linear_log_probs",
+        "log_probs_from_logits",
+    ]
+    assert all(hasattr(rlhf_losses, name) for name in rlhf_losses.__all__)
+
+
+COMMON = {
+    "temperature": 1.0,
+    "softcap": None,
+    "logit_scale": None,
+    "mask": None,
+    "ignore_index": -100,
+    "outputs": ("log_probs", "entropy"),
+    "backend": "auto",
+    "workspace_bytes": None,
+    "validate": "async",
+}
+SIGNATURES = {
+    "linear_log_probs": (["hidden_states", "weight", "labels"], {"bias": None} | COMMON),
+    "log_probs_from_logits": (["logits", "labels"], COMMON | {"inplace_backward": False}),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature_is_pinned(name):
+    # Tensors by position, everything else by keyword: a new option is a decision, too.
+    positional, keywords = SIGNATURES[name]
+    parameters = inspect.signature(getattr(rlhf_losses, name)).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
+    assert all(p.default is p.empty for p in parameters if p.name in positional)
+    assert {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} == keywords
+    assert len(parameters) == len(positional) + len(keywords)
+
+
+def test_other_signatures_are_pinned():
+    assert str(inspect.signature(rlhf_losses.backend_for)).startswith("(tensor: torch.Tensor, backend: str = 'auto')")
+    assert list(inspect.signature(rlhf_losses.check).parameters) == []
+    assert rlhf_losses.TokenStats._fields == ("log_probs", "entropy", "logsumexp", "sum_p_squared", "argmax")
+    assert rlhf_losses.BackendChoice._fields == ("name", "reason")
+    assert list(rlhf_losses.LogitTransform.__dataclass_fields__) == ["bias", "scale", "softcap", "temperature"]
+
+
+def test_public_functions_are_documented():
+    for name in rlhf_losses.__all__:
+        assert inspect.getdoc(getattr(rlhf_losses, name)), name
+    documented = inspect.getdoc(rlhf_losses.linear_log_probs) + inspect.getdoc(rlhf_losses.log_probs_from_logits)
+    for positional, keywords in SIGNATURES.values():
+        for parameter in (*positional, *keywords):
+            assert parameter in documented, parameter
+
+
+def test_version_is_the_projects():
+    declared = [line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("version = ")]
+    assert declared == [f'version = "{rlhf_losses.__version__}"']
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from a copy of the checkout, so that nothing is left in it."""
+    # "license" as a string, as pyproject.toml has it, came with setuptools 77.
+    if int(importlib.metadata.version("setuptools").partition(".")[0]) < 77:
+        pytest.skip("building needs setuptools 77 or newer")
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(
+        ROOT,
+        folder / "source",
+        ignore=shutil.ignore_patterns(".git", ".*", "__pycache__", "*.egg-info", "build", "dist"),
+    )
+    command = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
+    built = subprocess.run(
+        [sys.executable, "-m", *command, str(folder), str(folder / "source")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_wheel_holds_one_top_level_name(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"rlhf_losses"}
+    (record,) = [name for name in names if name.endswith("top_level.txt")]
+    assert zipfile.ZipFile(wheel).read(record).decode().split() == ["rlhf_losses"]
+
+
+def test_wheel_holds_every_source_file(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for path in KERNEL_FILES:
+        assert f"rlhf_losses/kernels/{path.name}" in names
+    for path in PACKAGE_FILES:
+        assert str(path.relative_to(ROOT)) in names
+    assert "rlhf_losses/py.typed" in names
+    assert not [name for name in names if "test" in name.lower()]
+
+
+def test_installed_wheel_works_from_another_folder(wheel, tmp_path):
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
+    subprocess.run([sys.executable, "-m", *command, str(site), str(wheel)], check=True, timeout=240)
+    code = """
+import torch, rlhf_losses
+from rlhf_losses.kernels import chunked
+stats = rlhf_losses.linear_log_probs(torch.ones(2, 8), torch.ones(5, 8), torch.zeros(2, dtype=torch.int64))
+assert (stats.log_probs + torch.tensor(5.0).log()).abs().max() < 1e-6
+print(rlhf_losses.__file__, chunked.__file__)
+"""
+    for path in python(code, cwd=elsewhere, PYTHONPATH=str(site)).split():
+        assert path.startswith(str(site))

@@ -72,36 +72,41 @@ def smollm2() -> Actor:
     assert file is not None
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
     return Actor(
         name="SmolLM2-135M-Instruct",
         model=model,
         encode=lambda text: tokenizer(text)["input_ids"],
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        decode=decode,
         # <|endoftext|> and <|im_end|>.
         stop_ids=(0, 2),
-        whole_words=_whole_words([tokenizer.decode([token]) for token in range(len(tokenizer))]),
+        whole_words=_whole_words([decode([token]) for token in range(len(tokenizer))]),
+        # Short, since every completion of a group carries its prompt through the training.
         prompts=(
-            "The old captain looked at the sea and",
-            "On the way to the market,",
-            "My favourite animal is",
-            "In the morning the children",
-            "Deep in the forest there was",
-            "The best thing about winter is",
-            "Last night I dreamed of",
-            "The cook opened the kitchen door and",
+            "The old captain",
+            "On the way home,",
+            "My favourite animal",
+            "In the morning the",
+            "Deep in the forest",
+            "The best thing is",
+            "Last night I",
+            "The cook opened",
         ),
         held_out_prompts=(
-            "At the end of the road we found",
-            "The teacher told us that",
-            "Every summer the village",
-            "Behind the wooden gate",
-            "My grandmother always said",
-            "The letter began with",
+            "At the end we",
+            "The teacher told",
+            "Every summer the",
+            "Behind the gate",
+            "My grandmother",
+            "The letter began",
         ),
         trained_layers=10,
-        group=8,
-        steps=24,
-        learning_rate=4e-4,
+        group=10,
+        steps=20,
+        learning_rate=5e-4,
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlhf_losses import linear_log_probs
 
-WORKSPACE_BYTES = 256 * 2**20
+WORKSPACE_BYTES = 64 * 2**20
 
 
 def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ from rlhf_losses.kernels.host_read import HostRead
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics, settle
 from rlhf_losses.kernels.transform import LogitTransform
 
-# [chunk, V] blocks alive at once in the backward: products, logits, slope, log p, p, dL/dz.
-_BLOCKS = 6
+# [chunk, V] blocks alive at once in the backward: products, logits, slope, distance to the maximum, p, log p, dz twice.
+_BLOCKS = 8
 
 
 def _chunks(rows: int, vocab: int, dtype: torch.dtype, workspace_bytes: int) -> Iterator[slice]:
@@ -31,33 +31,39 @@ def _columns(labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     return labels.where(has_column, 0)[:, None].long(), has_column
 
 
-def _entropy(gap: Tensor, e: Tensor, s: Tensor) -> Tensor:
-    # Where e = 0 its term is 0, and 0 * -inf would be NaN.
-    u = (e * gap.masked_fill(e == 0, 0.0)).sum(-1)
-    return (s.log() - u / s).clamp(0.0, math.log(gap.shape[-1]))
-
-
 def row_statistics(
     logits: Tensor, labels: Tensor, transform: LogitTransform, wanted: frozenset[str], ignore_index: int
 ) -> RowStatistics:
-    """One block of raw products [N, V] in the accumulator's dtype -> its statistics."""
+    """One block of raw products [N, V] in the accumulator's dtype -> its statistics.
+
+    The sums and their closed forms are [N], and fp64: only the terms carry the block's rounding.
+    """
     z, _ = transform.apply(logits)
     row_max = z.amax(-1)
     gap = z - row_max[:, None]
     e = gap.exp()
-    s = e.sum(-1)
+    s = e.sum(-1, dtype=torch.float64)
     log_sum = s.log()
     columns, _ = _columns(labels, logits.shape[1])
+    label_gap = gap.gather(-1, columns).squeeze(-1)
+    entropy = sum_p_squared = None
+    if "entropy" in wanted:
+        # Where e = 0 its term is 0, and 0 * -inf would be NaN.
+        u = (e * gap.masked_fill(e == 0, 0.0)).sum(-1, dtype=torch.float64)
+        entropy = (log_sum - u / s).clamp(0.0, math.log(logits.shape[1]))
+    if "sum_p_squared" in wanted:
+        sum_p_squared = (e.square().sum(-1, dtype=torch.float64) / s.square()).clamp(max=1.0)
     statistics = RowStatistics(
         shift=row_max,
-        log_sum=log_sum,
-        log_probs=(gap.gather(-1, columns).squeeze(-1) - log_sum).clamp(max=0.0),
-        entropy=_entropy(gap, e, s) if "entropy" in wanted else None,
+        norm=s,
+        log_probs=(label_gap - log_sum).clamp(max=0.0),
+        entropy=entropy,
         logsumexp=row_max + log_sum if "logsumexp" in wanted else None,
-        sum_p_squared=(e.square().sum(-1) / s.square()).clamp(max=1.0) if "sum_p_squared" in wanted else None,
+        sum_p_squared=sum_p_squared,
         argmax=z.argmax(-1) if "argmax" in wanted else None,
     )
-    return settle(statistics, labels, logits.shape[1], ignore_index)
+    narrow = (x if x is None or not x.is_floating_point() else x.to(logits.dtype) for x in statistics)
+    return settle(RowStatistics(*narrow), labels, logits.shape[1], ignore_index)
 
 
 def product_gradient(
@@ -65,7 +71,8 @@ def product_gradient(
 ) -> Tensor:
     """One block of raw products [N, V] -> dL/da [N, V], in the accumulator's dtype."""
     z, slope = transform.apply(logits)
-    dz = coefficients.logit_gradient((z - statistics.shift[:, None]) - statistics.log_sum[:, None])
+    gap = z - statistics.shift[:, None]
+    dz = coefficients.logit_gradient(gap.exp() / statistics.norm[:, None], gap - statistics.norm.log()[:, None])
     if coefficients.y is not None:
         columns, has_column = _columns(labels, logits.shape[1])
         dz.scatter_add_(-1, columns, coefficients.y.where(has_column, 0.0)[:, None])

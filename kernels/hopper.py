@@ -127,11 +127,10 @@ def _statistics_product(
         first, last = _tiles_of(labels, ignore_index, block * BN, split, N, V, tiles_per_split, BN, BV)
         n = block * BN + HALF * ROWS + gl.arange(0, ROWS, by_row)
         label = label_columns(labels, n, N, V)
-        c = gl.full([ROWS], float("-inf"), gl.float32, by_row)
+        m = gl.full([ROWS], float("-inf"), gl.float32, by_row)
         s = gl.zeros([ROWS], gl.float32, by_row)
         u = gl.zeros([ROWS], gl.float32, by_row)
         q = gl.zeros([ROWS], gl.float32, by_row)
-        top = gl.full([ROWS], float("-inf"), gl.float32, by_row)
         arg = gl.zeros([ROWS], gl.int32, by_row)
         for tile in range(first, last):
             v0 = tile * BV
@@ -144,18 +143,17 @@ def _statistics_product(
             if gl.max(here.to(gl.int32), 0) > 0:
                 z_y = gl.sum(gl.where(v[None, :] == label[:, None], z, 0.0), 1)
                 gl.store(label_logit + n, z_y, mask=here)
-            c, s, u, q, top, arg = absorb_tile(
-                z, v, c, s, u, q, top, arg, partial.u is not None, partial.q is not None, partial.arg is not None
+            m, s, u, q, arg = absorb_tile(
+                z, v, m, s, u, q, arg, partial.u is not None, partial.q is not None, partial.arg is not None, False
             )
         at = split.to(gl.int64) * N + n
-        gl.store(partial.c + at, c, mask=n < N)
+        gl.store(partial.m + at, m, mask=n < N)
         gl.store(partial.s + at, s, mask=n < N)
         if partial.u is not None:
             gl.store(partial.u + at, u, mask=n < N)
         if partial.q is not None:
             gl.store(partial.q + at, q, mask=n < N)
         if partial.arg is not None:
-            gl.store(partial.top + at, top, mask=n < N)
             gl.store(partial.arg + at, arg, mask=n < N)
 
 
@@ -251,19 +249,19 @@ def _gradient_product(
         n = n0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         v0 = (first_tile + tile) * BV
         v = v0 + gl.arange(0, BV, gl.SliceLayout(0, layout))
-        c = gl.load(shift + n, mask=n < N, other=0.0)
+        m = gl.load(shift + n, mask=n < N, other=0.0)
         log_s = gl.load(log_sum + n, mask=n < N, other=0.0)
         label = label_columns(labels, n, N, V)
         z, count = _product_tile(stages, count, ROWS, HALF, (H + BH - 1) // BH)
         z, slope = transform_tile(z, transform, n, v, N, V)
-        out = product_gradient_tile(z, slope, c, log_s, coefficients, label, n, v, v0, N)
+        out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, v0, N, False)
         left, right = out.to(da.dtype).reshape([ROWS, 2, BV // 2]).permute((0, 2, 1)).split()
         _store_half(da, n0, tile * BV, result, left)
         _store_half(da, n0, tile * BV + BV // 2, result, right)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["N", "first_tile"])
+@gluon.jit(do_not_specialize=["N", "first_tile", "tiles"])
 def product_gradient_kernel(
     hidden,  # [N, H] descriptor, blocks [BN, BH]
     weight,  # [V, H] descriptor, blocks [BV, BH]

@@ -46,11 +46,12 @@ class TokenStats(NamedTuple):
 class RowStatistics(NamedTuple):
     """What a back end's forward returns for N rows: [N] each, None where not wanted.
 
-    ``shift`` and ``log_sum`` are for the same back end's backward, log p = (z - shift) - log_sum, in its own base.
+    ``shift``, the maximum of z, and ``norm`` are for the same back end's backward, which takes p from them: ``norm`` is
+    s where p is e^(z - shift) / s (chunked), log2 s where p is a power of 2 (triton).
     """
 
     shift: Tensor
-    log_sum: Tensor
+    norm: Tensor
     log_probs: Tensor
     entropy: Tensor | None
     logsumexp: Tensor | None
@@ -89,7 +90,7 @@ class Coefficients(NamedTuple):
         sum_p_squared: Tensor | None,
     ) -> "Coefficients":
         """From the upstream gradients of the outputs, None for an output that nothing depends on."""
-        p = torch.zeros_like(statistics.log_sum)
+        p = torch.zeros_like(statistics.norm)
         if log_probs is not None:
             p = p - log_probs
         if logsumexp is not None:
@@ -107,9 +108,8 @@ class Coefficients(NamedTuple):
             pp=None if sum_p_squared is None else 2 * sum_p_squared,
         )
 
-    def logit_gradient(self, log_p: Tensor) -> Tensor:
-        """dL/dz without the label's term, from log p [N, V]."""
-        p = log_p.exp()
+    def logit_gradient(self, p: Tensor, log_p: Tensor) -> Tensor:
+        """dL/dz without the label's term, from p and log p [N, V]."""
         inner = self.p[:, None]
         if self.plogp is not None:
             # p = 0 has log p = -inf, and 0 * -inf is NaN: the term's limit is 0.

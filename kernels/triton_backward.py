@@ -1,6 +1,6 @@
 """Gradients of hidden states, head and bias: products once more, da by stretches of the vocabulary, two GEMMs each.
 
-    log p = (z - c) - log s        dz = p (c_p + c_plogp log p + c_pp p) + c_y 1[v = y]        da = dz * dz/da
+    log p = (z - m) - log s        dz = p (c_p + c_plogp log p + c_pp p) + c_y 1[v = y]        da = dz * dz/da
     d_hidden = da @ weight         d_weight = da^T @ hidden         d_bias = column sums of da
 
 A tile kernel recomputes z and writes da [N, C] for C columns at a time, as many as ``workspace_bytes`` holds; cuBLAS
@@ -24,7 +24,7 @@ from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_
 from rlhf_losses.kernels.triton_tile import grouped, label_columns, product_gradient_tile, product_tile, transform_tile
 
 
-@triton.jit(do_not_specialize=["N", "first_tile", "stride_da"])
+@triton.jit(do_not_specialize=["N", "first_tile", "tiles", "stride_da"])
 def _product_gradient_kernel(
     hidden,  # [N, H]
     weight,  # [V, H]
@@ -48,6 +48,7 @@ def _product_gradient_kernel(
     GROUP: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     row_blocks = tl.cdiv(N, BN)
     for item in range(tl.program_id(0), row_blocks * tiles, tl.num_programs(0)):
@@ -58,10 +59,10 @@ def _product_gradient_kernel(
         v = v0 + tl.arange(0, BV)
         a = product_tile(hidden, weight, stride_n, stride_v, n0, v0, N, V, H, BN, BV, BH, DESCRIPTORS, PRECISION)
         z, slope = transform_tile(a, transform, n, v, N, V)
-        c = tl.load(shift + n, mask=n < N, other=0.0)
+        m = tl.load(shift + n, mask=n < N, other=0.0)
         log_s = tl.load(log_sum + n, mask=n < N, other=0.0)
         label = label_columns(labels, n, N, V)
-        out = product_gradient_tile(z, slope, c, log_s, coefficients, label, n, v, v0, N)
+        out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, v0, N, EXACT)
         if DESCRIPTORS:
             da.store([n0, tile * BV], out.to(da.dtype))
         else:
@@ -108,7 +109,7 @@ def linear_backward(
                 problem.weight,
                 labels,
                 statistics.shift,
-                statistics.log_sum,
+                statistics.norm,
                 coefficients,
                 problem.transform,
             )

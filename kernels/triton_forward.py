@@ -1,16 +1,16 @@
 """Statistics of every token's logits in one pass over the vocabulary; no logit reaches memory.
 
-For row n and z = f(hidden_n . weight_v), over tiles of the vocabulary, the running sums c, s, u, q of triton_tile.py in
-fp32, and z_y, the label's logit. From them, in base 2 until the end:
+For row n and z = f(hidden_n . weight_v), over tiles of the vocabulary, the running sums m, s, u, q of triton_tile.py in
+fp32, and z_y, the label's logit. From them, u and log s in base 2 until the end:
 
-    log_prob = z_y - c - log s       entropy = log s - u / s       logsumexp = c + log s       sum_p_squared = q / s^2
+    log_prob = z_y - m - log s       entropy = log s - u / s       logsumexp = m + log s       sum_p_squared = q / s^2
 
 A program keeps one block of rows and walks one stretch of the vocabulary; a second kernel merges the stretches by the
 rule of the running sums. The stretches depend on V and the tile alone, and nothing is summed by atomics: bits repeat
 from run to run, and from batch to batch.
 
 FLOPs 2*N*H*V. Bytes from device memory: hidden once, weight once per ``row_group`` of row blocks; partial results
-12 to 24 bytes per row and stretch. Products are accumulated in fp32 from 16-bit (or fp32) operands.
+12 to 20 bytes per row and stretch. Products are accumulated in fp32 from 16-bit (or fp32) operands.
 Online sums: Milakov and Gimelshein 2018, arXiv:1805.02867; here with the entropy's sum beside them.
 """
 
@@ -33,6 +33,7 @@ from rlhf_losses.kernels.triton_tile import (
     finite_shift,
     grouped,
     label_columns,
+    log2,
     product_tile,
     transform_tile,
 )
@@ -41,11 +42,10 @@ from rlhf_losses.kernels.triton_tile import (
 class Sums(NamedTuple):
     """The running sums of one stretch of the vocabulary each, [splits, N]; None where not wanted."""
 
-    c: Tensor
+    m: Tensor
     s: Tensor
     u: Tensor | None
     q: Tensor | None
-    top: Tensor | None  # the maximum itself, for the argmax
     arg: Tensor | None
 
 
@@ -71,6 +71,7 @@ def _statistics_kernel(
     GROUP: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     row_blocks = tl.cdiv(N, BN)
     for item in range(tl.program_id(0), row_blocks * splits, tl.num_programs(0)):
@@ -78,11 +79,10 @@ def _statistics_kernel(
         n0 = block * BN
         n = n0 + tl.arange(0, BN)
         label = label_columns(labels, n, N, V)
-        c = tl.full([BN], float("-inf"), tl.float32)
+        m = tl.full([BN], float("-inf"), tl.float32)
         s = tl.zeros([BN], tl.float32)
         u = tl.zeros([BN], tl.float32)
         q = tl.zeros([BN], tl.float32)
-        top = tl.full([BN], float("-inf"), tl.float32)
         arg = tl.zeros([BN], tl.int32)
         # A block whose tokens are all ignored walks no tile.
         counts = tl.load(labels + n, mask=n < N, other=ignore_index) != ignore_index
@@ -102,18 +102,17 @@ def _statistics_kernel(
             if tl.max(here.to(tl.int32), 0) > 0:
                 z_y = tl.sum(tl.where(v[None, :] == label[:, None], z, 0.0), 1)
                 tl.store(label_logit + n, z_y, mask=here)
-            c, s, u, q, top, arg = absorb_tile(
-                z, v, c, s, u, q, top, arg, partial.u is not None, partial.q is not None, partial.arg is not None
+            m, s, u, q, arg = absorb_tile(
+                z, v, m, s, u, q, arg, partial.u is not None, partial.q is not None, partial.arg is not None, EXACT
             )
         at = split.to(tl.int64) * N + n
-        tl.store(partial.c + at, c, mask=n < N)
+        tl.store(partial.m + at, m, mask=n < N)
         tl.store(partial.s + at, s, mask=n < N)
         if partial.u is not None:
             tl.store(partial.u + at, u, mask=n < N)
         if partial.q is not None:
             tl.store(partial.q + at, q, mask=n < N)
         if partial.arg is not None:
-            tl.store(partial.top + at, top, mask=n < N)
             tl.store(partial.arg + at, arg, mask=n < N)
 
 
@@ -123,15 +122,14 @@ def _settled(value, bad, ignored):
 
 
 @triton.jit
-def store_statistics(out, n, inside, V, label, ignore_index, c, s, u, q, arg, z_y):
+def store_statistics(out, n, inside, V, label, ignore_index, m, s, u, q, arg, z_y):
     """The closed forms of statistics.py in their range, NaN kept; then as ``settle`` has it: 0 ignored, NaN bad."""
     ignored = label == ignore_index
     bad = (label < 0) | (label >= V)
-    shift = finite_shift(c)
-    log_sum = tl.log2(s)
-    log_prob = ((z_y * LOG2E - shift) - log_sum) * LN2
-    tl.store(out.shift + n, _settled(c, bad, ignored), mask=inside)
-    tl.store(out.log_sum + n, _settled(log_sum, bad, ignored), mask=inside)
+    log_sum = log2(s)
+    log_prob = (z_y - finite_shift(m)) - log_sum * LN2
+    tl.store(out.shift + n, _settled(m, bad, ignored), mask=inside)
+    tl.store(out.norm + n, _settled(log_sum, bad, ignored), mask=inside)
     tl.store(out.log_probs + n, _settled(tl.where(log_prob > 0.0, 0.0, log_prob), bad, ignored), mask=inside)
     if out.entropy is not None:
         entropy = (log_sum - u / s) * LN2
@@ -139,7 +137,7 @@ def store_statistics(out, n, inside, V, label, ignore_index, c, s, u, q, arg, z_
         entropy = tl.where(entropy < 0.0, 0.0, tl.where(entropy > most, most, entropy))
         tl.store(out.entropy + n, _settled(entropy, bad, ignored), mask=inside)
     if out.logsumexp is not None:
-        tl.store(out.logsumexp + n, _settled((shift + log_sum) * LN2, bad, ignored), mask=inside)
+        tl.store(out.logsumexp + n, _settled(m + log_sum * LN2, bad, ignored), mask=inside)
     if out.sum_p_squared is not None:
         ratio = q / (s * s)
         tl.store(out.sum_p_squared + n, _settled(tl.where(ratio > 1.0, 1.0, ratio), bad, ignored), mask=inside)
@@ -164,10 +162,10 @@ def _merge_kernel(
     split = tl.arange(0, SPLITS)
     inside = (split < splits)[:, None] & (n < N)[None, :]
     at = split.to(tl.int64)[:, None] * N + n[None, :]
-    c = tl.load(partial.c + at, mask=inside, other=float("-inf"))
-    c_all = tl.max(c, 0)
-    step = tl.maximum(c - finite_shift(c_all)[None, :], NOTHING)
-    decay = exp2(step)
+    m = tl.load(partial.m + at, mask=inside, other=float("-inf"))
+    m_all = tl.max(m, 0)
+    step = tl.maximum((m - finite_shift(m_all)[None, :]) * LOG2E, NOTHING)
+    decay = exp2(step, True)
     s_part = tl.load(partial.s + at, mask=inside, other=0.0)
     s = tl.sum(decay * s_part, 0)
     u = s
@@ -179,16 +177,15 @@ def _merge_kernel(
         q = tl.sum(decay * decay * tl.load(partial.q + at, mask=inside, other=0.0), 0)
     if partial.arg is not None:
         # The first stretch to reach the maximum holds the lowest index.
-        top = tl.load(partial.top + at, mask=inside, other=float("-inf"))
-        candidate = tl.where(top == tl.max(top, 0)[None, :], tl.load(partial.arg + at, mask=inside, other=0), V)
-        arg = tl.min(tl.where(inside, candidate, V), 0)
+        here = inside & (m == m_all[None, :])
+        arg = tl.min(tl.where(here, tl.load(partial.arg + at, mask=inside, other=0), V), 0)
     label = tl.load(labels + n, mask=n < N, other=0)
     z_y = tl.load(label_logit + n, mask=n < N, other=0.0)
-    store_statistics(out, n, n < N, V, label, ignore_index, c_all, s, u, q, arg, z_y)
+    store_statistics(out, n, n < N, V, label, ignore_index, m_all, s, u, q, arg, z_y)
 
 
 def empty_statistics(rows: int, wanted: frozenset[str], device: torch.device) -> RowStatistics:
-    always = ("shift", "log_sum", "log_probs")
+    always = ("shift", "norm", "log_probs")
     return RowStatistics(
         **{
             name: torch.empty(rows, device=device, dtype=torch.int64 if name == "argmax" else torch.float32)
@@ -209,7 +206,7 @@ def linear_forward(
     workspace_bytes: int,
 ) -> RowStatistics:
     """hidden [N, H], weight [V, H] of one dtype, labels [N] -> statistics [N]."""
-    del workspace_bytes  # partial results take 12 to 24 bytes per row and stretch, whatever the workspace
+    del workspace_bytes  # partial results take 12 to 20 bytes per row and stretch, whatever the workspace
     rows, vocab, device = len(hidden), len(weight), hidden.device
     problem = Problem.of(hidden, weight, transform)
     tiles = cdiv(vocab, problem.tile.columns)
@@ -220,11 +217,10 @@ def linear_forward(
         return torch.empty(splits, rows, device=device, dtype=dtype)
 
     sums = Sums(
-        c=partial(),
+        m=partial(),
         s=partial(),
         u=partial() if "entropy" in wanted else None,
         q=partial() if "sum_p_squared" in wanted else None,
-        top=partial() if "argmax" in wanted else None,
         arg=partial(torch.int32) if "argmax" in wanted else None,
     )
     label_logit = torch.empty(rows, device=device)

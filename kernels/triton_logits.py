@@ -5,6 +5,7 @@ number is computed in fp32 from the logits as they are stored. FLOPs are negligi
 The formulas are those of triton_forward.py and triton_backward.py, whose helpers they share.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,29 +40,29 @@ def _statistics_kernel(
     N,
     V,
     BV: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     n = tl.program_id(0)
     source = logits + _source_row(rows, n) * stride_n
     ns = n + tl.arange(0, 1)
-    c = tl.full([1], float("-inf"), tl.float32)
+    m = tl.full([1], float("-inf"), tl.float32)
     s = tl.zeros([1], tl.float32)
     u = tl.zeros([1], tl.float32)
     q = tl.zeros([1], tl.float32)
-    top = tl.full([1], float("-inf"), tl.float32)
     arg = tl.zeros([1], tl.int32)
     for v0 in range(0, V, BV):
         v = v0 + tl.arange(0, BV)
         a = tl.load(source + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
         z, _ = transform_tile(a, transform, ns, v, N, V)
         z = tl.where((v < V)[None, :], z, float("-inf"))
-        c, s, u, q, top, arg = absorb_tile(
-            z, v, c, s, u, q, top, arg, out.entropy is not None, out.sum_p_squared is not None, out.argmax is not None
+        m, s, u, q, arg = absorb_tile(
+            z, v, m, s, u, q, arg, out.entropy is not None, out.sum_p_squared is not None, out.argmax is not None, EXACT
         )
     column = label_columns(labels, ns, N, V)
     a_y = tl.load(source + column, mask=column >= 0, other=0.0).to(tl.float32)
     z_y, _ = transform_tile(a_y[None, :], transform, ns, column, N, V)
     label = tl.load(labels + ns)
-    store_statistics(out, ns, ns < N, V, label, ignore_index, c, s, u, q, arg, tl.reshape(z_y, [1]))
+    store_statistics(out, ns, ns < N, V, label, ignore_index, m, s, u, q, arg, tl.reshape(z_y, [1]))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -79,6 +80,7 @@ def _gradient_kernel(
     N,
     V,
     BV: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     n = tl.program_id(0)
     row = _source_row(rows, n)
@@ -87,8 +89,8 @@ def _gradient_kernel(
     v = v0 + tl.arange(0, BV)
     a = tl.load(logits + row * stride_n + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     z, slope = transform_tile(a, transform, ns, v, N, V)
-    c, log_s, label = tl.load(shift + ns), tl.load(log_sum + ns), label_columns(labels, ns, N, V)
-    da = product_gradient_tile(z, slope, c, log_s, coefficients, label, ns, v, v0, N)
+    m, log_s, label = tl.load(shift + ns), tl.load(log_sum + ns), label_columns(labels, ns, N, V)
+    da = product_gradient_tile(z, slope, m, log_s, coefficients, label, ns, v, v0, N, EXACT)
     tl.store(d_logits + row * stride_out + v[None, :], da.to(d_logits.dtype.element_ty), mask=(v < V)[None, :])
 
 
@@ -117,6 +119,7 @@ def logits_forward(
             len(labels),
             vocab,
             BV=min(_BLOCK, triton.next_power_of_2(vocab)),
+            EXACT=logits.dtype == torch.float32,
             num_warps=_WARPS,
         )
     return out
@@ -143,7 +146,7 @@ def logits_backward(
             rows,
             labels,
             statistics.shift,
-            statistics.log_sum,
+            statistics.norm,
             coefficients,
             Transform.of(transform),
             logits.stride(0),
@@ -151,5 +154,6 @@ def logits_backward(
             len(labels),
             vocab,
             BV=block,
+            EXACT=logits.dtype == torch.float32,
             num_warps=_WARPS,
         )

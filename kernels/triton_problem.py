@@ -96,10 +96,12 @@ class Problem:
         overlapped = descriptors and tile in OVERLAP_TILES and has_overlapped_kernels(limits)
         constants = {"H": depth, "BN": tile.rows, "BV": tile.columns, "BH": tile.depth, "GROUP": tile.row_group}
         if not overlapped:
+            # TF32's 10 bits, or an exponential to 2 ulp, would be the largest error of an fp32 model.
+            exact = hidden.dtype == torch.float32
             constants |= {
                 "DESCRIPTORS": descriptors,
-                # TF32's 10 bits would show in every log-probability of an fp32 model.
-                "PRECISION": "ieee" if hidden.dtype == torch.float32 else "tf32",
+                "PRECISION": "ieee" if exact else "tf32",
+                "EXACT": exact,
                 "num_warps": tile.warps,
                 "num_stages": tile.stages,
             }

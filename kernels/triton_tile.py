@@ -1,12 +1,13 @@
 """The tile code that the Triton kernels share: products, logit transform, running sums, gradient, program order.
 
 N tokens, V vocabulary, H hidden size; BN, BV, BH the tile's sides. Row offsets are int64: N * V passes 2^31 early.
-With c an integer, the least that is >= max z * log2(e), the running sums over the vocabulary are
+With m the maximum of z so far, the running sums over the vocabulary are
 
-    s = sum 2^t        u = sum t 2^t        q = sum 2^(2t)        t = z * log2(e) - c
+    s = sum 2^t        u = sum t 2^t        q = sum 2^(2t)        t = (z - m) * log2(e)
 
-Powers of 2 are what the hardware computes, t takes one fused multiply-add, and when c grows to c' the sums so far are
-scaled by 2^(c - c'), exactly: s by it, u to it * (u + (c - c') s), q by its square.
+in base 2, which is what the hardware computes. When m grows to m', with r = (m - m') * log2(e), s becomes 2^r s, u
+becomes 2^r (u + r s) and q becomes 2^(2r) q. z - m is exact where it matters, so s >= 1 and u <= 0, and a token that is
+certain has log-probability 0.
 
 Called from the Hopper kernels too, so nothing here makes a tensor out of nothing: Gluon would want its layout.
 (``product_tile`` does; it is the portable kernels' alone.)
@@ -27,10 +28,30 @@ _FLUSHING = tl.constexpr(torch.version.hip is None and not interpreting())
 
 
 @triton.jit
-def exp2(x):
+def exp2(x, EXACT: tl.constexpr):
+    """2^x for x <= 0: the hardware's, to 2 ulp, or with EXACT to 1, for operands that are fp32 themselves."""
+    if EXACT:
+        # 2^n * 2^f with n whole and |f| <= 1/2, the second by its Taylor series: the first term left out is 5e-9.
+        x = tl.where(x < NOTHING, NOTHING, x)
+        n = tl.floor(x + 0.5)
+        f = (x - n) * LN2
+        series = 1.0 + f * (1.0 / 7.0)
+        series = 1.0 + f * (1.0 / 6.0) * series
+        series = 1.0 + f * (1.0 / 5.0) * series
+        series = 1.0 + f * (1.0 / 4.0) * series
+        series = 1.0 + f * (1.0 / 3.0) * series
+        series = 1.0 + f * 0.5 * series
+        return (1.0 + f * series) * tl.exp2(n)
     if _FLUSHING:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return tl.exp2(x)
+
+
+@triton.jit
+def log2(x):
+    """log2(x) for x >= 1, the hardware's with its error taken out by one Newton step."""
+    y = tl.log2(x)
+    return y + (x * exp2(-y, True) - 1.0) * LOG2E
 
 
 @triton.jit
@@ -122,38 +143,37 @@ def grouped(item, row_blocks, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def absorb_tile(z, v, c, s, u, q, top, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr):
+def absorb_tile(z, v, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr, EXACT: tl.constexpr):
     """Running sums [BN] after one more tile of logits z [BN, BV], its columns v [BV] in rising order."""
     tile_max = tl.max(z, 1)
     if ARG:
         tile_arg = tl.min(tl.where(z == tile_max[:, None], v[None, :], 2147483647), 1)
-        arg = tl.where(tile_max > top, tile_arg, arg)
-        top = tl.maximum(top, tile_max)
-    c_new = tl.maximum(c, tl.ceil(tile_max * LOG2E))
-    shift = finite_shift(c_new)
-    t = z * LOG2E - shift[:, None]
-    e = exp2(t)
-    step = tl.maximum(c - shift, NOTHING)
-    decay = exp2(step)
+        arg = tl.where(tile_max > m, tile_arg, arg)
+    m_new = tl.maximum(m, tile_max)
+    shift = finite_shift(m_new)
+    t = (z - shift[:, None]) * LOG2E
+    e = exp2(t, EXACT)
+    step = tl.maximum((m - shift) * LOG2E, NOTHING)
+    decay = exp2(step, EXACT)
     if U:
         u = decay * (u + step * s) + tl.sum(tl.maximum(t, NOTHING) * e, 1)
     if Q:
         q = decay * decay * q + tl.sum(e * e, 1)
     s = decay * s + tl.sum(e, 1)
-    return c_new, s, u, q, top, arg
+    return m_new, s, u, q, arg
 
 
 @triton.jit
-def finite_shift(c):
-    """The shift to subtract: 0 for a row of nothing but -inf, whose terms are then 0 and not NaN."""
-    return tl.where(c == float("-inf"), 0.0, c)
+def finite_shift(m):
+    """The maximum to subtract: 0 for a row of nothing but -inf, whose terms are then 0 and not NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
-def product_gradient_tile(z, slope, shift, log_sum, coefficients, label, n, v, v0, N):
+def product_gradient_tile(z, slope, shift, log_sum, coefficients, label, n, v, v0, N, EXACT: tl.constexpr):
     """da [BN, BV] from transformed logits z and dz/da, both [BN, BV]; shift, log_sum, label, n [BN], v [BV]."""
-    log2_p = (z * LOG2E - shift[:, None]) - log_sum[:, None]
-    p = exp2(log2_p)
+    log2_p = (z - shift[:, None]) * LOG2E - log_sum[:, None]
+    p = exp2(log2_p, EXACT)
     inner = tl.load(coefficients.p + n, mask=n < N, other=0.0)[:, None]
     if coefficients.plogp is not None:
         c_plogp = tl.load(coefficients.plogp + n, mask=n < N, other=0.0) * LN2

@@ -185,7 +185,8 @@ def _prepare(
     """Raise what earlier calls left, check this one, and pack its tokens.
 
     Packing waits for the device to say how many tokens count. Without a mask that wait would buy little: there all
-    tokens on a GPU are kept, and the kernels pass over blocks of ignored ones.
+    tokens on a GPU are kept, and the kernels pass over blocks of ignored ones. (The reference always packs: what an
+    ignored token's hidden state holds must not reach autograd.)
     """
     validation.check_arrived()
     validation.require_validate(validate)
@@ -200,7 +201,7 @@ def _prepare(
         # Compared as they are, -100 and the vocabulary's size would wrap around.
         labels = labels.int()
     rows = None
-    if mask is not None or not labels.is_cuda:
+    if mask is not None or not labels.is_cuda or choice.name == "reference":
         active = labels != ignore_index
         if mask is not None:
             active &= mask.reshape(-1) != 0

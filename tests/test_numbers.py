@@ -97,18 +97,23 @@ def test_n4_padding_is_masked_after_the_cap(backend, dtype):
 
 
 @DTYPES
-def test_n5_slope_of_a_capped_logit_keeps_its_digits(backend, dtype):
-    # With one entry in the vocabulary p = 1: the log-sum-exp is z, and its gradient dz/da.
+@pytest.mark.parametrize("logit", [60, 100, 124, 152])
+def test_n5_slope_of_a_capped_logit_keeps_its_digits(logit, backend, dtype):
+    # With one entry in the vocabulary p = 1: the log-sum-exp is z, and its gradient dz/da. The nearer the cap, the
+    # less of 1 - tanh^2 is left in fp32.
     dtype = exact(backend, dtype)
-    inputs = logits_as_head([[124.0]], dtype)
+    inputs = logits_as_head([[float(logit)]], dtype)
     one = torch.ones(1, device=DEVICE)
     wrt = ("hidden", "weight")
     got = evaluate(inputs, backend, ("logsumexp",), upstream={"logsumexp": one}, wrt=wrt, softcap=30.0)
-    assert got["logsumexp"].item() == literal(29.984588)
-    # Six digits are given; 16-bit types hold fewer.
+    slope = math.cosh(logit / 30) ** -2
+    if logit == 124:
+        assert slope == pytest.approx(0.00102723, rel=5e-6)
+        assert got["logsumexp"].item() == literal(29.984588)
+    # Six digits are asked for; 16-bit types hold fewer.
     digits = max(5e-6, torch.finfo(dtype).eps)
-    assert got["d_weight"][0, 0].item() == pytest.approx(0.00102723, rel=digits)
-    assert got["d_hidden"][0, 0].item() == pytest.approx(0.00102723 * 124, rel=digits)
+    assert got["d_weight"][0, 0].item() == pytest.approx(slope, rel=digits)
+    assert got["d_hidden"][0, 0].item() == pytest.approx(slope * logit, rel=digits)
 
 
 @DTYPES

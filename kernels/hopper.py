@@ -28,6 +28,7 @@ from rlhf_losses.kernels.triton_tile import (
     grouped,
     label_columns,
     product_gradient_tile,
+    stretch_of,
     transform_tile,
 )
 
@@ -86,12 +87,12 @@ def _product_tile(stages, count, GROUP_ROWS: gl.constexpr, HALF: gl.constexpr, S
 
 
 @gluon.jit
-def _tiles_of(labels, ignore_index, n0, split, N, V, tiles_per_split, BN: gl.constexpr, BV: gl.constexpr):
+def _tiles_of(labels, ignore_index, n0, split, splits, N, V, BN: gl.constexpr, BV: gl.constexpr):
     """First and last tile of a stretch; none for a block whose tokens are all ignored. Every partition asks alike."""
     n = n0 + gl.arange(0, BN, gl.BlockedLayout([BN // (32 * gl.num_warps())], [32], [gl.num_warps()], [0]))
     counts = gl.load(labels + n, mask=n < N, other=ignore_index) != ignore_index
-    first = split * tiles_per_split
-    return first, min(first + tiles_per_split, gl.cdiv(V, BV)) * gl.max(counts.to(gl.int32), 0)
+    first, last = stretch_of(split, splits, gl.cdiv(V, BV))
+    return first, last * gl.max(counts.to(gl.int32), 0)
 
 
 @gluon.jit
@@ -99,12 +100,12 @@ def _statistics_load(
     hidden, weight, stages, labels, ignore_index, stretch,
     H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    N, V, tiles_per_split, splits = stretch
+    N, V, splits = stretch
     count = 0
     row_blocks = gl.cdiv(N, BN)
     for item in range(gl.program_id(0), row_blocks * splits, gl.num_programs(0)):
         block, split = grouped(item, row_blocks, splits, GROUP)
-        first, last = _tiles_of(labels, ignore_index, block * BN, split, N, V, tiles_per_split, BN, BV)
+        first, last = _tiles_of(labels, ignore_index, block * BN, split, splits, N, V, BN, BV)
         for tile in range(first, last):
             count = _load_tile(hidden, weight, stages, count, block * BN, tile * BV, H, BH)
 
@@ -115,7 +116,7 @@ def _statistics_product(
     HALF: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     labels, label_logit, transform, ignore_index = tokens
-    N, V, tiles_per_split, splits = stretch
+    N, V, splits = stretch
     ROWS: gl.constexpr = BN // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -124,7 +125,7 @@ def _statistics_product(
     row_blocks = gl.cdiv(N, BN)
     for item in range(gl.program_id(0), row_blocks * splits, gl.num_programs(0)):
         block, split = grouped(item, row_blocks, splits, GROUP)
-        first, last = _tiles_of(labels, ignore_index, block * BN, split, N, V, tiles_per_split, BN, BV)
+        first, last = _tiles_of(labels, ignore_index, block * BN, split, splits, N, V, BN, BV)
         n = block * BN + HALF * ROWS + gl.arange(0, ROWS, by_row)
         label = label_columns(labels, n, N, V)
         m = gl.full([ROWS], float("-inf"), gl.float32, by_row)
@@ -187,7 +188,6 @@ def statistics_kernel(
     ignore_index,
     N,
     V,
-    tiles_per_split,
     splits,
     H: gl.constexpr,
     BN: gl.constexpr,
@@ -198,7 +198,7 @@ def statistics_kernel(
 ):
     stages = _operand_stages(hidden, weight, STAGES)
     tokens = (labels, label_logit, transform, ignore_index)
-    stretch = (N, V, tiles_per_split, splits)
+    stretch = (N, V, splits)
     gl.warp_specialize(
         [
             (_statistics_product, (stages, tokens, partial, stretch, 0, H, BN, BV, BH, GROUP)),

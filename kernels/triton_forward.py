@@ -35,6 +35,7 @@ from rlhf_losses.kernels.triton_tile import (
     label_columns,
     log2,
     product_tile,
+    stretch_of,
     transform_tile,
 )
 
@@ -62,7 +63,6 @@ def _statistics_kernel(
     stride_v,
     N,
     V,
-    tiles_per_split,
     splits,
     H: tl.constexpr,
     BN: tl.constexpr,
@@ -86,9 +86,8 @@ def _statistics_kernel(
         arg = tl.zeros([BN], tl.int32)
         # A block whose tokens are all ignored walks no tile.
         counts = tl.load(labels + n, mask=n < N, other=ignore_index) != ignore_index
-        first = split * tiles_per_split
-        last = min(first + tiles_per_split, tl.cdiv(V, BV)) * tl.max(counts.to(tl.int32), 0)
-        for tile in range(first, last):
+        first, last = stretch_of(split, splits, tl.cdiv(V, BV))
+        for tile in range(first, last * tl.max(counts.to(tl.int32), 0)):
             v0 = tile * BV
             v = v0 + tl.arange(0, BV)
             a = product_tile(
@@ -209,9 +208,7 @@ def linear_forward(
     del workspace_bytes  # partial results take 12 to 20 bytes per row and stretch, whatever the workspace
     rows, vocab, device = len(hidden), len(weight), hidden.device
     problem = Problem.of(hidden, weight, transform)
-    tiles = cdiv(vocab, problem.tile.columns)
-    tiles_per_split = cdiv(tiles, problem.tile.splits)
-    splits = cdiv(tiles, tiles_per_split)
+    splits = min(problem.tile.splits, cdiv(vocab, problem.tile.columns))
 
     def partial(dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(splits, rows, device=device, dtype=dtype)
@@ -227,7 +224,7 @@ def linear_forward(
     out = empty_statistics(rows, wanted, device)
     with launch_context(device):
         arguments = (problem.hidden, problem.weight, labels, label_logit, sums, problem.transform, ignore_index)
-        stretches = (rows, vocab, tiles_per_split, splits)
+        stretches = (rows, vocab, splits)
         grid = (problem.programs(splits),)
         if problem.overlapped:
             from rlhf_losses.kernels import hopper

@@ -131,6 +131,12 @@ def label_columns(labels, n, N, V):
 
 
 @triton.jit
+def stretch_of(split, splits, tiles):
+    """First and last (exclusive) tile of stretch number ``split``: lengths differ by one tile at the most."""
+    return split * tiles // splits, (split + 1) * tiles // splits
+
+
+@triton.jit
 def grouped(item, row_blocks, columns, GROUP: tl.constexpr):
     """(row block, column) number ``item``: GROUP row blocks run through all columns before the next GROUP begins.
 

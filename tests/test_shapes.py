@@ -526,3 +526,25 @@ def test_tiles_are_a_table():
     # Nothing is searched: the choice is a pure function of the device and the operands' size.
     limits = DeviceLimits("cuda", 90, 232448, 132)
     assert tiles.pick_tile(limits, 2) is tiles.pick_tile(limits, 2)
+
+
+def test_labels_mask_bias_and_temperature_of_any_strides(fused):
+    inputs = random_inputs((6,), 129, 16, DEVICE)
+    bias, temperature = torch.randn(129, device=DEVICE), torch.rand(6, device=DEVICE) + 0.5
+    mask = torch.tensor([1, 1, 0, 1, 1, 1], device=DEVICE)
+
+    def stretched(x):
+        """The same values, every third number of a longer vector."""
+        return torch.full((3 * len(x),), -7, dtype=x.dtype, device=DEVICE).index_copy_(
+            0, 3 * torch.arange(len(x), device=DEVICE), x
+        )[::3]
+
+    options = {"mask": mask, "temperature": temperature}
+    want = evaluate(replace(inputs.with_options(**options), bias=bias), fused)
+    strided = replace(
+        inputs.with_options(**{name: stretched(x) for name, x in options.items()}),
+        labels=stretched(inputs.labels),
+        bias=stretched(bias),
+    )
+    got = evaluate(strided, fused)
+    assert all(torch.equal(got[name], want[name]) for name in want)

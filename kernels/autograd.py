@@ -4,6 +4,7 @@ Rows that ``rows`` leaves out are never multiplied; the backward also leaves out
 exactly 0 (clipped tokens, zero advantage), at the price of one wait for their number.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -72,11 +73,8 @@ def _save(ctx, call: Call, statistics: RowStatistics, *inputs: Tensor | None) ->
 
 
 def _with_gradient(call: Call, upstream: list[Tensor | None]) -> Tensor:
-    """[N] bool: the tokens that have any upstream gradient."""
-    some = torch.zeros_like(call.labels, dtype=torch.bool)
-    for gradient in upstream:
-        if gradient is not None:
-            some |= gradient != 0
+    """[N] bool: the tokens that count and have any upstream gradient."""
+    some = functools.reduce(torch.logical_or, (gradient != 0 for gradient in upstream if gradient is not None))
     return some & (call.labels != call.ignore_index)
 
 
@@ -108,8 +106,8 @@ def _backward_step(
     # Contiguous: the gradient of a sum is one number with stride 0, and kernels step by one element.
     gradients = [None if g is None else _pack(g, call.rows).contiguous() for g in upstream[:4]]
     some = _with_gradient(call, gradients)
-    coefficients = Coefficients.from_upstream(statistics, *gradients)
     count = HostRead(some.sum())
+    coefficients = Coefficients.from_upstream(statistics, *gradients)
     result = meanwhile()
     if int(count.wait()) < len(some):
         return *_narrow(call, statistics, coefficients, some.nonzero().squeeze(1)), result

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, finite_for_product, narrowed, wide_product
+from rlhf_losses.kernels.gemm import accumulator_dtype, added_product, finite_for_product, narrowed, wide_product
 from rlhf_losses.kernels.host_read import HostRead
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics, settle
 from rlhf_losses.kernels.transform import LogitTransform
@@ -125,7 +125,7 @@ def linear_backward(
     wide = accumulator_dtype(hidden.dtype)
     need_hidden, need_weight, need_bias = needs
     d_hidden = hidden.new_empty(hidden.shape) if need_hidden else None
-    d_weight = weight.new_zeros(weight.shape, dtype=wide) if need_weight else None
+    d_weight = None
     d_bias = weight.new_zeros(len(weight), dtype=wide) if need_bias else None
     for rows in _chunks(len(hidden), len(weight), hidden.dtype, workspace_bytes):
         da = product_gradient(
@@ -140,8 +140,8 @@ def linear_backward(
         da = da.to(hidden.dtype)
         if d_hidden is not None:
             d_hidden[rows] = da @ finite_for_product(weight, finite)
-        if d_weight is not None:
-            accumulate_product(d_weight, da.T, hidden[rows])
+        if need_weight:
+            d_weight = added_product(d_weight, da.T, hidden[rows])
     return d_hidden, None if d_weight is None else narrowed(d_weight, weight.dtype), d_bias
 
 

@@ -28,14 +28,15 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(wide) @ b.to(wide)
 
 
-def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [M, N] += a [M, K] @ b [K, N], in place, summed in total's dtype."""
+def added_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total [M, N] + a [M, K] @ b [K, N] in the accumulator's dtype; in total's memory, or in new where it is None."""
+    if total is None:
+        return wide_product(a, b)
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif _has_wide_product(a):
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        return total.addmm_(a, b)
+    if _has_wide_product(a):
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def all_finite(weight: Tensor) -> HostRead:

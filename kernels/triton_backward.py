@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_losses.kernels.gemm import accumulate_product, accumulator_dtype, finite_for_product, narrowed
+from rlhf_losses.kernels.gemm import added_product, finite_for_product, narrowed
 from rlhf_losses.kernels.host_read import HostRead
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
@@ -96,7 +96,7 @@ def linear_backward(
     most = max(1, workspace_bytes // (rows * width * hidden.element_size()))
     per_stretch = cdiv(tiles, cdiv(tiles, most))
 
-    d_hidden = hidden.new_zeros(hidden.shape, dtype=accumulator_dtype(dtype)) if need_hidden else None
+    d_hidden = None
     d_weight = weight.new_empty(weight.shape) if need_weight else None
     d_bias = weight.new_empty(vocab, dtype=torch.float32) if need_bias else None
     workspace = hidden.new_empty(rows * per_stretch * width)
@@ -130,7 +130,7 @@ def linear_backward(
             torch.sum(da, 0, dtype=torch.float32, out=d_bias[columns])
         if d_weight is not None:
             torch.mm(da.T, hidden, out=d_weight[columns])
-        if d_hidden is not None:
-            accumulate_product(d_hidden, da, finite_for_product(weight[columns], finite))
+        if need_hidden:
+            d_hidden = added_product(d_hidden, da, finite_for_product(weight[columns], finite))
     del workspace, padded, da
     return None if d_hidden is None else narrowed(d_hidden, dtype), d_weight, d_bias

@@ -23,8 +23,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # 2^-200 is 0 in fp32: below it a term adds nothing to the entropy, where a distance of -inf would add NaN.
 NOTHING = tl.constexpr(-200.0)
-# One instruction where PTX may be written; the portable form spends four more on denormal results, which are 0 to us.
-_FLUSHING = tl.constexpr(torch.version.hip is None and not interpreting())
+_PTX = tl.constexpr(torch.version.hip is None and not interpreting())
 
 
 @triton.jit
@@ -42,9 +41,21 @@ def exp2(x, EXACT: tl.constexpr):
         series = 1.0 + f * (1.0 / 3.0) * series
         series = 1.0 + f * 0.5 * series
         return (1.0 + f * series) * tl.exp2(n)
-    if _FLUSHING:
+    if _PTX:
+        # The portable form spends four more instructions on denormal results, which are 0 to us.
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return tl.exp2(x)
+
+
+@triton.jit
+def distance(z, m):
+    """z - m, both rounded before: fused with the product that z came from, it would keep digits that m has lost.
+
+    The maximum's own distance would then not be 0, and at logits of 1e18 be large enough for a 2^t of infinity.
+    """
+    if _PTX:
+        return tl.inline_asm_elementwise("sub.rn.f32 $0, $1, $2;", "=f,f,f", [z, m], tl.float32, is_pure=True, pack=1)
+    return z - m
 
 
 @triton.jit
@@ -157,7 +168,7 @@ def absorb_tile(z, v, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl
         arg = tl.where(tile_max > m, tile_arg, arg)
     m_new = tl.maximum(m, tile_max)
     shift = finite_shift(m_new)
-    t = (z - shift[:, None]) * LOG2E
+    t = distance(z, shift[:, None]) * LOG2E
     e = exp2(t, EXACT)
     step = tl.maximum((m - shift) * LOG2E, NOTHING)
     decay = exp2(step, EXACT)
@@ -178,7 +189,7 @@ def finite_shift(m):
 @triton.jit
 def product_gradient_tile(z, slope, shift, log_sum, coefficients, label, n, v, v0, N, EXACT: tl.constexpr):
     """da [BN, BV] from transformed logits z and dz/da, both [BN, BV]; shift, log_sum, label, n [BN], v [BV]."""
-    log2_p = (z - shift[:, None]) * LOG2E - log_sum[:, None]
+    log2_p = distance(z, shift[:, None]) * LOG2E - log_sum[:, None]
     p = exp2(log2_p, EXACT)
     inner = tl.load(coefficients.p + n, mask=n < N, other=0.0)[:, None]
     if coefficients.plogp is not None:

@@ -74,8 +74,10 @@ def _save(ctx, call: Call, statistics: RowStatistics, *inputs: Tensor | None) ->
 
 def _with_gradient(call: Call, upstream: list[Tensor | None]) -> Tensor:
     """[N] bool: the tokens that count and have any upstream gradient."""
-    some = functools.reduce(torch.logical_or, (gradient != 0 for gradient in upstream if gradient is not None))
-    return some & (call.labels != call.ignore_index)
+    given = [gradient != 0 for gradient in upstream if gradient is not None]
+    if not given:
+        return torch.zeros_like(call.labels, dtype=torch.bool)
+    return functools.reduce(torch.logical_or, given) & (call.labels != call.ignore_index)
 
 
 def _narrow(

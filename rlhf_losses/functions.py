@@ -51,8 +51,9 @@ def linear_log_probs(
         outputs: which fields of ``TokenStats`` to compute: "log_probs", "entropy", "logsumexp", "sum_p_squared",
             "argmax".
         backend: "auto", "triton", "chunked" or "reference"; ``backend_for`` says what "auto" takes and why.
-        workspace_bytes: what the backward may hold beside its results, 512 MiB if None; at least one tile's columns
-            of all tokens (triton), or one token's logits (chunked).
+        workspace_bytes: what a call may hold beside its results, 512 MiB if None; at least one tile's columns of all
+            tokens (triton, whose forward needs next to none), or one token's logits (chunked, forward and backward,
+            where less also means smaller and slower products).
         validate: what happens with a label outside of [0, V) at a token that counts: "async" gives NaN for that token,
             its gradient included, and raises at the next call that finds the device's answer arrived, or at
             ``check()``; "sync" raises at once, and waits for the device; "off" gives NaN.

@@ -15,8 +15,10 @@ from rlhf_losses.kernels.host_read import HostRead
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics, settle
 from rlhf_losses.kernels.transform import LogitTransform
 
-# [chunk, V] blocks alive at once in the backward: products, logits, slope, distance to the maximum, p, log p, dz twice.
-_BLOCKS = 8
+# [chunk, V] blocks alive at once, at most: products, logits, dz/da, distance to the maximum, p.
+_BLOCKS = 5
+# e^-1e4 is 0 in fp64 too: below it a term of the entropy is 0, where a distance of -inf would make it NaN.
+_NOTHING = -1e4
 
 
 def _chunks(rows: int, vocab: int, dtype: torch.dtype, workspace_bytes: int) -> Iterator[slice]:
@@ -40,19 +42,19 @@ def row_statistics(
     """
     z, _ = transform.apply(logits)
     row_max = z.amax(-1)
+    argmax = z.argmax(-1) if "argmax" in wanted else None
     gap = z - row_max[:, None]
+    columns, _ = _columns(labels, logits.shape[1])
+    label_gap = gap.gather(-1, columns).squeeze(-1)
     e = gap.exp()
     s = e.sum(-1, dtype=torch.float64)
     log_sum = s.log()
-    columns, _ = _columns(labels, logits.shape[1])
-    label_gap = gap.gather(-1, columns).squeeze(-1)
     entropy = sum_p_squared = None
-    if "entropy" in wanted:
-        # Where e = 0 its term is 0, and 0 * -inf would be NaN.
-        u = (e * gap.masked_fill(e == 0, 0.0)).sum(-1, dtype=torch.float64)
-        entropy = (log_sum - u / s).clamp(0.0, math.log(logits.shape[1]))
     if "sum_p_squared" in wanted:
         sum_p_squared = (e.square().sum(-1, dtype=torch.float64) / s.square()).clamp(max=1.0)
+    if "entropy" in wanted:
+        u = e.mul_(gap.clamp_(min=_NOTHING)).sum(-1, dtype=torch.float64)
+        entropy = (log_sum - u / s).clamp(0.0, math.log(logits.shape[1]))
     statistics = RowStatistics(
         shift=row_max,
         norm=s,
@@ -60,7 +62,7 @@ def row_statistics(
         entropy=entropy,
         logsumexp=row_max + log_sum if "logsumexp" in wanted else None,
         sum_p_squared=sum_p_squared,
-        argmax=z.argmax(-1) if "argmax" in wanted else None,
+        argmax=argmax,
     )
     narrow = (x if x is None or not x.is_floating_point() else x.to(logits.dtype) for x in statistics)
     return settle(RowStatistics(*narrow), labels, logits.shape[1], ignore_index)
@@ -72,11 +74,18 @@ def product_gradient(
     """One block of raw products [N, V] -> dL/da [N, V], in the accumulator's dtype."""
     z, slope = transform.apply(logits)
     gap = z - statistics.shift[:, None]
-    dz = coefficients.logit_gradient(gap.exp() / statistics.norm[:, None], gap - statistics.norm.log()[:, None])
+    p = gap.exp().div_(statistics.norm[:, None])
+    inner = coefficients.p[:, None]
+    if coefficients.plogp is not None:
+        log_p = gap.sub_(statistics.norm.log()[:, None]).clamp_(min=_NOTHING)
+        inner = log_p.mul_(coefficients.plogp[:, None]).add_(inner)
+    if coefficients.pp is not None:
+        inner = inner + coefficients.pp[:, None] * p
+    dz = p.mul_(inner)
     if coefficients.y is not None:
         columns, has_column = _columns(labels, logits.shape[1])
         dz.scatter_add_(-1, columns, coefficients.y.where(has_column, 0.0)[:, None])
-    return dz * slope
+    return dz if isinstance(slope, float) and slope == 1.0 else dz.mul_(slope)
 
 
 def _take(parts: tuple, rows: slice):

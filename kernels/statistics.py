@@ -107,13 +107,3 @@ class Coefficients(NamedTuple):
             plogp=None if entropy is None else -entropy,
             pp=None if sum_p_squared is None else 2 * sum_p_squared,
         )
-
-    def logit_gradient(self, p: Tensor, log_p: Tensor) -> Tensor:
-        """dL/dz without the label's term, from p and log p [N, V]."""
-        inner = self.p[:, None]
-        if self.plogp is not None:
-            # p = 0 has log p = -inf, and 0 * -inf is NaN: the term's limit is 0.
-            inner = inner + self.plogp[:, None] * log_p.masked_fill(p == 0, 0.0)
-        if self.pp is not None:
-            inner = inner + self.pp[:, None] * p
-        return p * inner

@@ -68,8 +68,27 @@ def _outputs(ctx, statistics: RowStatistics, call: Call, count: int) -> tuple[Te
 
 def _save(ctx, call: Call, statistics: RowStatistics, *inputs: Tensor | None) -> None:
     ctx.call = call
-    # What no coefficient is made of need not be kept.
-    ctx.save_for_backward(*inputs, *statistics._replace(log_probs=None, logsumexp=None, argmax=None))
+    # What no coefficient is made of need not be kept. Labels and temperatures may lie in the caller's memory: saved,
+    # they raise where somebody has written there since.
+    temperature = call.transform.temperature
+    guarded = (call.labels, temperature if isinstance(temperature, Tensor) else None)
+    kept = statistics._replace(log_probs=None, logsumexp=None, argmax=None)
+    ctx.save_for_backward(*guarded, *inputs, *kept)
+
+
+def _first_order(backward: Callable) -> Callable:
+    """``once_differentiable`` sees a second derivative only through the upstream gradients; this through any path."""
+
+    @functools.wraps(backward)
+    def checked(ctx, *upstream: Tensor | None):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "expected a backward without create_graph, got create_graph=True; the gradients of this op have no "
+                "derivatives. Pass backend='reference' for second derivatives"
+            )
+        return once_differentiable(backward)(ctx, *upstream)
+
+    return checked
 
 
 def _with_gradient(call: Call, upstream: list[Tensor | None]) -> Tensor:
@@ -135,9 +154,9 @@ class LinearStatistics(torch.autograd.Function):
         return _outputs(ctx, statistics, call, len(hidden))
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx, *upstream: Tensor | None):
-        hidden, weight, bias, *saved = ctx.saved_tensors
+        _, _, hidden, weight, bias, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         with _without_autocast(hidden):
             call, statistics, coefficients, finite = _backward_step(
@@ -179,14 +198,14 @@ class LogitsStatistics(torch.autograd.Function):
         return _outputs(ctx, statistics, call, len(logits))
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx, *upstream: Tensor | None):
         if ctx.overwritten:
             raise RuntimeError(
                 "log_probs_from_logits: expected one backward with inplace_backward=True, got a second; "
                 "the first wrote the gradient over the logits. Pass inplace_backward=False to keep them"
             )
-        logits, *saved = ctx.saved_tensors
+        _, _, logits, *saved = ctx.saved_tensors
         call, statistics, coefficients, _ = _backward_step(ctx.call, RowStatistics(*saved), upstream, lambda: None)
         complete = call.rows is None
         if ctx.in_place:

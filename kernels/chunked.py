@@ -1,6 +1,7 @@
 """Plain torch over chunks of tokens: for the CPU, old GPUs, and wherever there is no Triton.
 
-Holds a few [chunk, V] blocks at a time, within ``workspace_bytes`` (one row at the least), whatever N is.
+Holds a few [chunk, V] blocks at a time, within ``workspace_bytes`` (one row at the least), whatever N is. Beside them,
+where torch has no product of 16-bit operands that is summed in fp32 (a CPU), an fp32 copy of the head while it is used.
 8 * N * H * V FLOPs for forward and backward: the products are computed once more in the backward.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlhf_losses.kernels.gemm import accumulator_dtype, added_product, finite_for_product, narrowed, wide_product
+from rlhf_losses.kernels.gemm import accumulator_dtype, added_product, finite_for_product, wide_product
 from rlhf_losses.kernels.host_read import HostRead
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics, settle
 from rlhf_losses.kernels.transform import LogitTransform
@@ -151,7 +152,7 @@ def linear_backward(
             d_hidden[rows] = da @ finite_for_product(weight, finite)
         if need_weight:
             d_weight = added_product(d_weight, da.T, hidden[rows])
-    return d_hidden, None if d_weight is None else narrowed(d_weight, weight.dtype), d_bias
+    return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias
 
 
 def _source(rows: Tensor | None, chunk: slice) -> Tensor | slice:

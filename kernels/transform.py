@@ -7,11 +7,24 @@ Every step is optional. ``LogitTransform.apply`` is the torch form, used by the 
 ``tests/cases.py``.
 """
 
-import math
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import torch
 from torch import Tensor
+
+# Of smaller numbers the reciprocal overflows fp32.
+_SMALLEST = 2.0**-126
+
+
+def _representable(number: object) -> bool:
+    """A real number, no bool, that is finite as fp32 too."""
+    return isinstance(number, Real) and not isinstance(number, bool) and abs(float(number)) <= 3.4e38
+
+
+def usable_temperatures(temperature: Tensor) -> Tensor:
+    """[N] bool: which entries ``LogitTransform`` would take as numbers."""
+    return (temperature >= _SMALLEST) & (temperature <= 3.4e38)
 
 
 @dataclass(frozen=True)
@@ -23,8 +36,8 @@ class LogitTransform:
     softcap      positive number (Gemma 2's ``final_logit_softcapping``).
     temperature  positive number, or a tensor with one positive entry per token, [N].
 
-    Raises ValueError for a number that is not finite, a softcap or temperature <= 0. The entries of a temperature
-    tensor are checked where the call is validated, since reading them may wait for the device.
+    Raises ValueError for what is no finite number of fp32, and for a softcap or temperature <= 0. The entries of a
+    temperature tensor are checked where the call is validated, since reading them may wait for the device.
     """
 
     bias: Tensor | None = None
@@ -33,15 +46,19 @@ class LogitTransform:
     temperature: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise ValueError(f"logit_scale: expected a finite number, got {self.scale}")
-        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+        if self.scale is not None and not _representable(self.scale):
+            raise ValueError(f"logit_scale: expected a finite number, got {self.scale!r}")
+        if self.softcap is not None and not (_representable(self.softcap) and self.softcap >= _SMALLEST):
             raise ValueError(
-                f"softcap: expected a finite number > 0, got {self.softcap}; pass softcap=None for a head without a cap"
+                f"softcap: expected a finite number > 0, got {self.softcap!r}; "
+                "pass softcap=None for a head without a cap"
             )
-        if not isinstance(self.temperature, Tensor) and not (math.isfinite(self.temperature) and self.temperature > 0):
+        if isinstance(self.temperature, Tensor):
+            return
+        if not (_representable(self.temperature) and self.temperature >= _SMALLEST):
+            got = float(self.temperature) if isinstance(self.temperature, Real) else repr(self.temperature)
             raise ValueError(
-                f"temperature: expected a finite number > 0, got {self.temperature}; "
+                f"temperature: expected a finite number > 0, got {got} (its reciprocal must be finite in fp32, too); "
                 "greedy sampling (temperature 0) has no log-probabilities, pass the temperature of the policy to train"
             )
 

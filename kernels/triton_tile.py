@@ -76,11 +76,14 @@ def transform_tile(a, transform, n, v, N, V):
         z = z * transform.scale
         slope = slope * transform.scale
     if transform.softcap is not None:
-        # With e = exp(-2|x|): tanh = (1 - e) / (1 + e), and 1 - tanh^2 = 4e / (1 + e)^2 without cancellation.
+        # With e = exp(-2|x|): tanh = (1 - e) / (1 + e), and 1 - tanh^2 = 4e / (1 + e)^2 without cancellation. Near 0,
+        # where 1 - e cancels, the Taylor series of tanh; the first term left out is 5e-8 of it.
         x = z / transform.softcap
         e = tl.exp(-2.0 * tl.abs(x))
         r = 1.0 / (1.0 + e)
-        z = tl.where(x < 0, -transform.softcap, transform.softcap) * (1.0 - e) * r
+        w = x * x
+        series = 1.0 + w * (-1.0 / 3.0 + w * (2.0 / 15.0 + w * (-17.0 / 315.0 + w * (62.0 / 2835.0))))
+        z = transform.softcap * tl.where(w < 0.09, x * series, tl.where(x < 0, -1.0, 1.0) * (1.0 - e) * r)
         slope = slope * (4.0 * e * r * r)
     if transform.inverse_temperature is not None:
         z = z * transform.inverse_temperature

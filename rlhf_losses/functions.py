@@ -116,15 +116,15 @@ def log_probs_from_logits(
 
     ``softcap``, ``logit_scale`` and ``temperature`` are applied to the logits as given: leave out what the model has
     applied itself. With ``inplace_backward`` the gradient is written over the logits, so that no second [N, V] block
-    exists; nothing else may need them then, and a second backward raises RuntimeError.
+    exists; nothing else may need them then, and a second backward raises RuntimeError. (The reference keeps them.)
 
     Everything else, errors included, is as for ``linear_log_probs``.
     """
     validation.require_plain(logits=logits)
     if logits.dim() < 1 or logits.shape[-1] == 0:
         raise ValueError(f"logits: expected [..., V] with at least one entry, got {list(logits.shape)}")
-    if not logits.is_floating_point():
-        raise TypeError(f"logits: expected a floating dtype, got {logits.dtype}")
+    if logits.dtype not in validation.DTYPES:
+        raise TypeError(f"logits: expected a floating dtype, got {logits.dtype}; fp16, bf16, fp32 and fp64 are served")
     validation.require_tokens(labels, mask, logits.shape[:-1], logits, "logits")
     call = _prepare(
         labels=labels,
@@ -195,8 +195,10 @@ def _prepare(
     choice = choose_backend(backend, labels.device, dtype)
     if workspace_bytes is None:
         workspace_bytes = DEFAULT_WORKSPACE_BYTES
-    elif workspace_bytes <= 0:
-        raise ValueError(f"workspace_bytes: expected a number > 0 or None, got {workspace_bytes}")
+    elif not isinstance(workspace_bytes, int) or workspace_bytes <= 0:
+        raise ValueError(f"workspace_bytes: expected an integer > 0 or None, got {workspace_bytes!r}")
+    if not isinstance(ignore_index, int) or abs(ignore_index) >= 2**63:
+        raise TypeError(f"ignore_index: expected an integer of 64 bits, got {ignore_index!r}")
     labels = labels.reshape(-1).contiguous()
     if labels.dtype.itemsize < 4:
         # Compared as they are, -100 and the vocabulary's size would wrap around.
@@ -219,7 +221,7 @@ def _prepare(
 def _nothing(count: int, link: Tensor) -> TokenStats:
     """Zeros for all tokens, hanging on the graph of ``link``, a scalar 0."""
     zeros = link.to(accumulator_dtype(link.dtype)).expand(count)
-    return TokenStats(zeros, zeros, zeros, zeros, torch.zeros(count, dtype=torch.int64, device=link.device))
+    return TokenStats(*(zeros.clone() for _ in range(4)), torch.zeros(count, dtype=torch.int64, device=link.device))
 
 
 def _scattered(stats: TokenStats, rows: Tensor | None, count: int) -> TokenStats:
@@ -231,7 +233,7 @@ def _scattered(stats: TokenStats, rows: Tensor | None, count: int) -> TokenStats
 
 def _finish(stats: TokenStats, call: Call, vocab: int, shape: torch.Size, validate: str) -> TokenStats:
     """Only what was asked for, in the labels' shape. The labels' check comes last: its launches delay no kernel."""
-    validation.check_labels(call.labels, vocab, call.ignore_index, validate)
+    validation.check_labels(call.labels, call.rows, vocab, call.ignore_index, validate)
     return TokenStats(
         **{
             name: values.reshape(shape)

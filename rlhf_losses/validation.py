@@ -10,8 +10,10 @@ from torch import Tensor
 
 from rlhf_losses.kernels.host_read import HostRead
 from rlhf_losses.kernels.statistics import OUTPUTS
+from rlhf_losses.kernels.transform import usable_temperatures
 
 VALIDATE = ("async", "sync", "off")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,12 @@ class _Findings:
     ignore_index: int
 
     @classmethod
-    def of(cls, labels: Tensor, vocab: int, ignore_index: int) -> "_Findings":
+    def of(cls, labels: Tensor, rows: Tensor | None, vocab: int, ignore_index: int) -> "_Findings":
         bad = (labels != ignore_index) & ((labels < 0) | (labels >= vocab))
         first = bad.int().argmax().view(1)
         # Read now: by the time that anybody asks, other labels may lie in the same memory.
-        found = torch.cat((bad.sum().view(1), first, labels[first].long()))
+        at = first if rows is None else rows[first]
+        found = torch.cat((bad.sum().view(1), at, labels[first].long()))
         return cls(HostRead(found), len(labels), vocab, ignore_index)
 
     def message(self) -> str | None:
@@ -37,7 +40,7 @@ class _Findings:
             return None
         return (
             f"labels: expected 0 <= label < {self.vocab} (the rows of the head) or ignore_index {self.ignore_index}, "
-            f"got {label} at unmasked token {at} ({bad} such of {self.count}); mask that token, or compare the "
+            f"got {label} at token {at} ({bad} such of {self.count}); mask that token, or compare the "
             "tokenizer's vocabulary with the head's"
         )
 
@@ -69,11 +72,11 @@ def _raise_for(due: Callable[[_Findings], bool]) -> None:
         raise ValueError("an earlier call got bad input, its tokens are NaN:\n" + "\n".join(messages))
 
 
-def check_labels(labels: Tensor, vocab: int, ignore_index: int, validate: str) -> None:
-    """labels [N]: raise for a bad one now ("sync"), at a later call ("async"), or never ("off")."""
+def check_labels(labels: Tensor, rows: Tensor | None, vocab: int, ignore_index: int, validate: str) -> None:
+    """labels [N] of the given tokens: raise for a bad one now ("sync"), at a later call ("async"), or never ("off")."""
     if validate == "off" or len(labels) == 0:
         return
-    findings = _Findings.of(labels, vocab, ignore_index)
+    findings = _Findings.of(labels, rows, vocab, ignore_index)
     if validate == "async":
         with _lock:
             _pending.append(findings)
@@ -85,7 +88,13 @@ def require_plain(**tensors: Tensor | None) -> None:
     """Parameters that FSDP2 or DeepSpeed has taken apart must not reach a kernel."""
     for name, tensor in tensors.items():
         if tensor is not None:
+            require_tensor(name, tensor)
             _require_plain(name, tensor)
+
+
+def require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
 
 
 def _require_plain(name: str, tensor: Tensor) -> None:
@@ -103,9 +112,10 @@ def _require_plain(name: str, tensor: Tensor) -> None:
 
 
 def require_outputs(outputs: Sequence[str]) -> frozenset[str]:
-    if isinstance(outputs, str) or not outputs or not set(outputs) <= set(OUTPUTS):
+    wanted = frozenset((outputs,) if isinstance(outputs, str) else outputs)
+    if isinstance(outputs, str) or not wanted or not wanted <= set(OUTPUTS):
         raise ValueError(f"outputs: expected some of {OUTPUTS} in a tuple, got {outputs!r}")
-    return frozenset(outputs)
+    return wanted
 
 
 def require_validate(validate: str) -> None:
@@ -122,10 +132,11 @@ def require_head(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> 
         )
     if weight.shape[0] == 0 or weight.shape[1] == 0:
         raise ValueError(f"weight: expected a vocabulary and a hidden size of at least 1, got {list(weight.shape)}")
-    if not hidden_states.is_floating_point() or hidden_states.dtype != weight.dtype:
+    if hidden_states.dtype not in DTYPES or hidden_states.dtype != weight.dtype:
         raise TypeError(
             "hidden_states and weight: expected one floating dtype, got "
-            f"{hidden_states.dtype} and {weight.dtype}; cast one of them, or run under torch.autocast"
+            f"{hidden_states.dtype} and {weight.dtype}; cast one of them, or run under torch.autocast "
+            "(fp16, bf16, fp32 and fp64 are served)"
         )
     _require_device("weight", weight, hidden_states)
     if bias is not None:
@@ -138,6 +149,7 @@ def require_head(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 def require_tokens(labels: Tensor, mask: Tensor | None, leading: torch.Size, beside: Tensor, name: str) -> None:
     """Labels and mask against the leading shape of the tensor they belong to."""
+    require_tensor("labels", labels)
     if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"labels: expected an integer dtype, got {labels.dtype}; pass labels.long()")
     if labels.shape != leading:
@@ -147,6 +159,7 @@ def require_tokens(labels: Tensor, mask: Tensor | None, leading: torch.Size, bes
         )
     _require_device("labels", labels, beside)
     if mask is not None:
+        require_tensor("mask", mask)
         if mask.shape != labels.shape:
             raise ValueError(f"mask: expected shape {list(labels.shape)}, that of labels, got {list(mask.shape)}")
         _require_device("mask", mask, beside)
@@ -158,7 +171,11 @@ def per_token_temperature(temperature: float | Tensor, labels: Tensor) -> float 
     A tensor has the shape of labels, or their leading dimensions (one value per sequence), or broadcasts to labels.
     """
     if not isinstance(temperature, Tensor):
-        return float(temperature)
+        return temperature
+    if temperature.requires_grad:
+        raise ValueError("temperature: expected a tensor without gradient, which none would reach; pass .detach()")
+    if not temperature.is_floating_point() and temperature.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"temperature: expected a real dtype, got {temperature.dtype}")
     _require_device("temperature", temperature, labels)
     spread = temperature
     if spread.dim() < labels.dim() and spread.shape == labels.shape[: spread.dim()]:
@@ -175,7 +192,7 @@ def per_token_temperature(temperature: float | Tensor, labels: Tensor) -> float 
 
 def check_temperatures(temperature: Tensor) -> None:
     """temperature [N]: one bad entry raises; waits for the device."""
-    bad = ~((temperature > 0) & temperature.isfinite())
+    bad = ~usable_temperatures(temperature)
     if bad.any():
         at = int(bad.nonzero()[0, 0])
         raise ValueError(

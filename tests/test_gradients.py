@@ -251,9 +251,28 @@ def test_no_second_derivative_is_claimed(fused):
     inputs = random_inputs((3,), 129, 16, DEVICE)
     hidden = inputs.hidden.requires_grad_()
     stats = linear_log_probs(hidden, inputs.weight, inputs.labels, backend=fused)
-    (gradient,) = torch.autograd.grad(stats.entropy.square().sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    # Whether or not the upstream gradient has a graph: a penalty on this gradient must not vanish beside another loss.
+    for loss in (stats.entropy.square().sum(), stats.log_probs.sum()):
+        with pytest.raises(RuntimeError, match=r"expected .* got create_graph=True; .*backend='reference'"):
+            torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("changed", ["labels", "temperature"])
+def test_tokens_changed_before_the_backward_are_noticed(changed, fused):
+    inputs = random_inputs((3,), 129, 16, DEVICE)
+    given = {"labels": inputs.labels, "temperature": torch.ones(3, device=DEVICE)}
+    stats = linear_log_probs(
+        inputs.hidden.requires_grad_(), inputs.weight, given["labels"], temperature=given["temperature"], backend=fused
+    )
+    given[changed].fill_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stats.log_probs.sum().backward()
+
+
+@pytest.mark.parametrize("cap", [30.0, 1e4, 1e7])
+def test_softcap_far_above_the_logits_costs_no_digits(cap, fused):
+    inputs = random_inputs((3,), 129, 16, DEVICE).with_options(softcap=cap)
+    assert_right(inputs, fused, torch.float32, upstream=inputs.upstream(("log_probs", "entropy")), wrt=("hidden",))
 
 
 def test_argmax_carries_no_gradient(backend):

@@ -11,6 +11,7 @@ from helpers import DEVICE, FLOAT_OUTPUTS, evaluate, evaluate_logits
 
 import rlhf_losses
 from rlhf_losses import LogitTransform, backend_for, linear_log_probs
+from rlhf_losses.kernels.host_read import HostRead
 
 V, H = 129, 16
 
@@ -245,6 +246,20 @@ def test_async_raises_at_the_next_call_and_then_forgets(backend):
         evaluate_logits(replace(head(), hidden=head().hidden @ head().weight.T), backend)
 
 
+def test_check_has_a_line_for_every_faulty_call(monkeypatch):
+    # As on a GPU that has not got to the checks of three calls yet.
+    monkeypatch.setattr(HostRead, "arrived", lambda read: False)
+    for label in (V, 1, -5):
+        evaluate(with_bad_label(label)[0], "chunked")
+    with pytest.raises(ValueError, match="an earlier call") as raised:
+        rlhf_losses.check()
+    _, *lines = str(raised.value).splitlines()
+    assert len(lines) == 2
+    assert f"got {V} at" in lines[0]
+    assert "got -5 at" in lines[1]
+    rlhf_losses.check()
+
+
 def test_async_error_survives_new_labels_in_the_same_memory(backend):
     # A trainer that fills one buffer of labels step after step.
     inputs, _ = with_bad_label(V)
@@ -374,3 +389,46 @@ def test_triton_from_a_fresh_thread():
         assert pool.submit(current_allocator).result() is current_allocator()
     for name in want:
         assert torch.equal(got[name], want[name]), name
+
+
+def test_numbers_whose_reciprocal_leaves_fp32_are_refused(backend):
+    inputs = random_inputs((3,), 129, 16, DEVICE)
+    for options in (
+        {"temperature": 1e-40},
+        {"temperature": torch.tensor([1.0, 1e-42, 1.0], device=DEVICE)},
+        {"softcap": 1e300},
+        {"logit_scale": 1e300},
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: expected .*finite"):
+            linear_log_probs(inputs.hidden, inputs.weight, inputs.labels, backend=backend, **options)
+
+
+def test_temperature_with_gradient_is_refused(backend):
+    inputs = random_inputs((3,), 129, 16, DEVICE)
+    temperature = torch.ones(3, device=DEVICE, requires_grad=True)
+    with pytest.raises(ValueError, match=r"temperature: expected .* without gradient.*detach"):
+        linear_log_probs(inputs.hidden, inputs.weight, inputs.labels, temperature=temperature, backend=backend)
+
+
+def test_outputs_may_come_from_an_iterator(backend):
+    inputs = random_inputs((3,), 129, 16, DEVICE)
+    stats = linear_log_probs(inputs.hidden, inputs.weight, inputs.labels, outputs=iter(("entropy",)), backend=backend)
+    assert stats.entropy is not None
+    assert stats.log_probs is None
+
+
+def test_results_without_any_token_can_be_written_to(backend):
+    inputs = random_inputs((3,), 129, 16, DEVICE)
+    nobody = torch.zeros(3, device=DEVICE)
+    stats = linear_log_probs(inputs.hidden, inputs.weight, inputs.labels, mask=nobody, backend=backend)
+    stats.log_probs.add_(1)
+    assert stats.log_probs.tolist() == [1, 1, 1]
+    assert stats.entropy.tolist() == [0, 0, 0]
+
+
+def test_position_in_an_error_counts_masked_tokens_too(backend):
+    inputs = random_inputs((4,), 129, 16, DEVICE)
+    labels = torch.tensor([1, 2, 129, 3], device=DEVICE)
+    mask = torch.tensor([0, 1, 1, 1], device=DEVICE)
+    with pytest.raises(ValueError, match="got 129 at token 2"):
+        linear_log_probs(inputs.hidden, inputs.weight, labels, mask=mask, validate="sync", backend=backend)

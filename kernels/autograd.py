@@ -11,12 +11,11 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlhf_losses.kernels.backends import operations
 from rlhf_losses.kernels.gemm import all_finite
 from rlhf_losses.kernels.host_read import HostRead
-from rlhf_losses.kernels.statistics import OUTPUTS, Coefficients, RowStatistics
+from rlhf_losses.kernels.statistics import OUTPUTS, Coefficients, RowStatistics, of_rows
 from rlhf_losses.kernels.transform import LogitTransform
 
 T = TypeVar("T")
@@ -77,7 +76,7 @@ def _save(ctx, call: Call, statistics: RowStatistics, *inputs: Tensor | None) ->
 
 
 def _first_order(backward: Callable) -> Callable:
-    """``once_differentiable`` sees a second derivative only through the upstream gradients; this through any path."""
+    """Refuses create_graph. (``once_differentiable`` sees a second derivative only through the upstream gradients.)"""
 
     @functools.wraps(backward)
     def checked(ctx, *upstream: Tensor | None):
@@ -86,7 +85,7 @@ def _first_order(backward: Callable) -> Callable:
                 "expected a backward without create_graph, got create_graph=True; the gradients of this op have no "
                 "derivatives. Pass backend='reference' for second derivatives"
             )
-        return once_differentiable(backward)(ctx, *upstream)
+        return backward(ctx, *upstream)
 
     return checked
 
@@ -109,11 +108,7 @@ def _narrow(
         labels=call.labels[kept],
         transform=call.transform.for_rows(kept),
     )
-    return (
-        narrowed,
-        RowStatistics(*(None if x is None else x[kept] for x in statistics)),
-        Coefficients(*(None if x is None else x[kept] for x in coefficients)),
-    )
+    return narrowed, of_rows(statistics, kept), of_rows(coefficients, kept)
 
 
 def _backward_step(

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlhf_losses.kernels.gemm import accumulator_dtype, added_product, finite_for_product, wide_product
+from rlhf_losses.kernels.gemm import accumulator_dtype, added_product, finite_for_product, wide_operand, wide_product
 from rlhf_losses.kernels.host_read import HostRead
-from rlhf_losses.kernels.statistics import Coefficients, RowStatistics, settle
+from rlhf_losses.kernels.statistics import Coefficients, RowStatistics, has_column, of_rows, settle
 from rlhf_losses.kernels.transform import LogitTransform
 
 # [chunk, V] blocks alive at once, at most: products, logits, dz/da, distance to the maximum, p.
@@ -30,8 +30,8 @@ def _chunks(rows: int, vocab: int, dtype: torch.dtype, workspace_bytes: int) -> 
 
 def _columns(labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """[N, 1] columns of the labels, 0 where there is none, and [N] whether there is one."""
-    has_column = (labels >= 0) & (labels < vocab)
-    return labels.where(has_column, 0)[:, None].long(), has_column
+    there = has_column(labels, vocab)
+    return labels.where(there, 0)[:, None].long(), there
 
 
 def row_statistics(
@@ -84,13 +84,9 @@ def product_gradient(
         inner = inner + coefficients.pp[:, None] * p
     dz = p.mul_(inner)
     if coefficients.y is not None:
-        columns, has_column = _columns(labels, logits.shape[1])
-        dz.scatter_add_(-1, columns, coefficients.y.where(has_column, 0.0)[:, None])
+        columns, there = _columns(labels, logits.shape[1])
+        dz.scatter_add_(-1, columns, coefficients.y.where(there, 0.0)[:, None])
     return dz if isinstance(slope, float) and slope == 1.0 else dz.mul_(slope)
-
-
-def _take(parts: tuple, rows: slice):
-    return type(parts)(*(None if part is None else part[rows] for part in parts))
 
 
 def _join(blocks: list[RowStatistics]) -> RowStatistics:
@@ -107,10 +103,11 @@ def linear_forward(
     workspace_bytes: int,
 ) -> RowStatistics:
     """hidden [N, H], weight [V, H], labels [N] -> statistics [N]."""
+    wide_weight = wide_operand(weight)
     return _join(
         [
             row_statistics(
-                wide_product(hidden[rows], weight.T), labels[rows], transform.for_rows(rows), wanted, ignore_index
+                wide_product(hidden[rows], wide_weight.T), labels[rows], transform.for_rows(rows), wanted, ignore_index
             )
             for rows in _chunks(len(hidden), len(weight), hidden.dtype, workspace_bytes)
         ]
@@ -137,19 +134,21 @@ def linear_backward(
     d_hidden = hidden.new_empty(hidden.shape) if need_hidden else None
     d_weight = None
     d_bias = weight.new_zeros(len(weight), dtype=wide) if need_bias else None
+    wide_weight = wide_operand(weight)
+    product_weight = finite_for_product(weight, finite) if need_hidden else None
     for rows in _chunks(len(hidden), len(weight), hidden.dtype, workspace_bytes):
         da = product_gradient(
-            wide_product(hidden[rows], weight.T),
+            wide_product(hidden[rows], wide_weight.T),
             labels[rows],
             transform.for_rows(rows),
-            _take(statistics, rows),
-            _take(coefficients, rows),
+            of_rows(statistics, rows),
+            of_rows(coefficients, rows),
         )
         if d_bias is not None:
             d_bias += da.sum(0)
         da = da.to(hidden.dtype)
         if d_hidden is not None:
-            d_hidden[rows] = da @ finite_for_product(weight, finite)
+            d_hidden[rows] = da @ product_weight
         if need_weight:
             d_weight = added_product(d_weight, da.T, hidden[rows])
     return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias
@@ -198,6 +197,6 @@ def logits_backward(
             logits[at].to(wide),
             labels[chunk],
             transform.for_rows(chunk),
-            _take(statistics, chunk),
-            _take(coefficients, chunk),
+            of_rows(statistics, chunk),
+            of_rows(coefficients, chunk),
         ).to(out.dtype)

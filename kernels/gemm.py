@@ -1,4 +1,4 @@
-"""Matrix products whose result or accumulator is wider than their operands, and the narrowing at the end."""
+"""Matrix products whose result or accumulator is wider than their operands, and matrices made ready for them."""
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ def _has_wide_product(a: Tensor) -> bool:
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 stays fp64; everything else is summed in fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def wide_operand(b: Tensor) -> Tensor:
+    """``b`` as ``wide_product`` will multiply it: widened here, once, where every product would widen it anew."""
+    return b if _has_wide_product(b) else b.to(accumulator_dtype(b.dtype))
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -51,6 +56,11 @@ def finite_for_product(weight: Tensor, finite: HostRead) -> Tensor:
     da @ weight would be NaN.
     """
     return weight if finite.wait() else weight.masked_fill(weight.isinf(), 0)
+
+
+def with_separate_rows(matrix: Tensor) -> Tensor:
+    """Itself, or a copy, whose rows do not lie over each other and hold their entries side by side, as kernels step."""
+    return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] else matrix.contiguous()
 
 
 def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,11 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rlhf_losses.kernels.triton_tile import (
-    absorb_tile,
     grouped,
     label_columns,
     product_gradient_tile,
+    store_sums,
     stretch_of,
+    take_tile,
     transform_tile,
 )
 
@@ -138,24 +139,8 @@ def _statistics_product(
             v = v0 + gl.arange(0, BV, by_column)
             z, count = _product_tile(stages, count, ROWS, HALF, (H + BH - 1) // BH)
             z, _ = transform_tile(z, transform, n, v, N, V)
-            if v0 + BV > V:
-                z = gl.where((v < V)[None, :], z, float("-inf"))
-            here = (label >= v0) & (label < v0 + BV)
-            if gl.max(here.to(gl.int32), 0) > 0:
-                z_y = gl.sum(gl.where(v[None, :] == label[:, None], z, 0.0), 1)
-                gl.store(label_logit + n, z_y, mask=here)
-            m, s, u, q, arg = absorb_tile(
-                z, v, m, s, u, q, arg, partial.u is not None, partial.q is not None, partial.arg is not None, False
-            )
-        at = split.to(gl.int64) * N + n
-        gl.store(partial.m + at, m, mask=n < N)
-        gl.store(partial.s + at, s, mask=n < N)
-        if partial.u is not None:
-            gl.store(partial.u + at, u, mask=n < N)
-        if partial.q is not None:
-            gl.store(partial.q + at, q, mask=n < N)
-        if partial.arg is not None:
-            gl.store(partial.arg + at, arg, mask=n < N)
+            m, s, u, q, arg = take_tile(z, n, v, v0, V, label, label_logit, (m, s, u, q, arg), partial, BV, False)
+        store_sums(partial, split, n, N, m, s, u, q, arg)
 
 
 @gluon.jit

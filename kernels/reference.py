@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlhf_losses.kernels.gemm import accumulator_dtype, all_finite, finite_for_product
-from rlhf_losses.kernels.statistics import TokenStats
+from rlhf_losses.kernels.statistics import TokenStats, has_column
 from rlhf_losses.kernels.transform import LogitTransform
 
 
@@ -38,7 +38,7 @@ def logits_statistics(logits: Tensor, labels: Tensor, transform: LogitTransform,
     log_p = z.log_softmax(-1)
     p = log_p.exp()
     ignored = labels == ignore_index
-    in_range = (labels >= 0) & (labels < logits.shape[-1])
+    in_range = has_column(labels, logits.shape[-1])
     # A factor, not a fill: the gradient of a token whose label no column has must be NaN as well.
     factor = torch.where(ignored | in_range, 1.0, float("nan")).to(z.dtype)
 

@@ -18,7 +18,7 @@ with c_y = g_logp, c_p = -g_logp + g_lse - g_ent * entropy - 2 * g_q * sum_p_squ
 and g_* the upstream gradients of that token. Back ends see only the four vectors: a new loss changes no kernel.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,10 +59,23 @@ class RowStatistics(NamedTuple):
     argmax: Tensor | None
 
 
+def has_column(labels: Tensor, vocab: int) -> Tensor:
+    """[N] bool: the labels that are one of ``vocab`` columns."""
+    return (labels >= 0) & (labels < vocab)
+
+
+Parts = TypeVar("Parts", bound=tuple)
+
+
+def of_rows(parts: Parts, rows: Tensor | slice) -> Parts:
+    """A tuple of per-row tensors, some of them None, for some of the rows."""
+    return type(parts)(*(None if part is None else part[rows] for part in parts))
+
+
 def settle(statistics: RowStatistics, labels: Tensor, vocab: int, ignore_index: int) -> RowStatistics:
     """0 where the label is ``ignore_index``; NaN, which the backward then meets too, where no column has the label."""
     ignored = labels == ignore_index
-    bad = ~ignored & ((labels < 0) | (labels >= vocab))
+    bad = ~ignored & ~has_column(labels, vocab)
 
     def floats(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.masked_fill(bad, float("nan")).masked_fill(ignored, 0.0)

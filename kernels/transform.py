@@ -3,7 +3,7 @@
     a = <hidden_n, weight_v>        z = f(a):  + bias  ->  * scale  ->  cap * tanh(. / cap)  ->  / temperature
 
 Every step is optional. ``LogitTransform.apply`` is the torch form, used by the reference and the chunked back end;
-``triton_transform.transform_tile`` is the Triton form. A new logit feature is a line in each of the two and a row in
+``triton_tile.transform_tile`` is the Triton form. A new logit feature is a line in each of the two and a row in
 ``tests/cases.py``.
 """
 

@@ -28,14 +28,15 @@ from rlhf_losses.kernels.triton_tile import (
     LN2,
     LOG2E,
     NOTHING,
-    absorb_tile,
     exp2,
     finite_shift,
     grouped,
     label_columns,
     log2,
     product_tile,
+    store_sums,
     stretch_of,
+    take_tile,
     transform_tile,
 )
 
@@ -94,25 +95,8 @@ def _statistics_kernel(
                 hidden, weight, stride_n, stride_v, n0, v0, N, V, H, BN, BV, BH, DESCRIPTORS, PRECISION
             )  # fmt: skip
             z, _ = transform_tile(a, transform, n, v, N, V)
-            if v0 + BV > V:
-                z = tl.where((v < V)[None, :], z, float("-inf"))
-            # At V = 150k four tiles in five hold no label of their 128 rows; a vote is cheaper than the search.
-            here = (label >= v0) & (label < v0 + BV)
-            if tl.max(here.to(tl.int32), 0) > 0:
-                z_y = tl.sum(tl.where(v[None, :] == label[:, None], z, 0.0), 1)
-                tl.store(label_logit + n, z_y, mask=here)
-            m, s, u, q, arg = absorb_tile(
-                z, v, m, s, u, q, arg, partial.u is not None, partial.q is not None, partial.arg is not None, EXACT
-            )
-        at = split.to(tl.int64) * N + n
-        tl.store(partial.m + at, m, mask=n < N)
-        tl.store(partial.s + at, s, mask=n < N)
-        if partial.u is not None:
-            tl.store(partial.u + at, u, mask=n < N)
-        if partial.q is not None:
-            tl.store(partial.q + at, q, mask=n < N)
-        if partial.arg is not None:
-            tl.store(partial.arg + at, arg, mask=n < N)
+            m, s, u, q, arg = take_tile(z, n, v, v0, V, label, label_logit, (m, s, u, q, arg), partial, BV, EXACT)
+        store_sums(partial, split, n, N, m, s, u, q, arg)
 
 
 @triton.jit

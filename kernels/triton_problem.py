@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from rlhf_losses.kernels.backends import device_limits, interpreting
+from rlhf_losses.kernels.gemm import with_separate_rows
 from rlhf_losses.kernels.tiles import OVERLAP_TILES, DeviceLimits, Tile, has_descriptors, pick_tile
 from rlhf_losses.kernels.transform import LogitTransform
 
@@ -83,10 +84,7 @@ class Problem:
         tile = pick_tile(limits, hidden.element_size())
         assert tile is not None  # choose_backend has asked
         rows, depth = hidden.shape
-        # Rows may lie anywhere, but not over each other, and the entries of a row side by side.
-        hidden, weight = (
-            x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous() for x in (hidden, weight)
-        )
+        hidden, weight = with_separate_rows(hidden), with_separate_rows(weight)
         stride_n, stride_v = hidden.stride(0), weight.stride(0)
         descriptors = (
             has_descriptors(limits)

@@ -9,7 +9,7 @@ from rlhf_losses import validation
 from rlhf_losses.kernels import reference
 from rlhf_losses.kernels.autograd import Call, LinearStatistics, LogitsStatistics
 from rlhf_losses.kernels.backends import BackendChoice, choose_backend
-from rlhf_losses.kernels.gemm import accumulator_dtype
+from rlhf_losses.kernels.gemm import accumulator_dtype, with_separate_rows
 from rlhf_losses.kernels.statistics import TokenStats
 from rlhf_losses.kernels.transform import LogitTransform
 
@@ -139,9 +139,7 @@ def log_probs_from_logits(
         workspace_bytes=workspace_bytes,
         validate=validate,
     )
-    flat = logits.reshape(-1, logits.shape[-1])
-    if flat.stride(1) != 1 or flat.stride(0) < flat.shape[1]:
-        flat = flat.contiguous()
+    flat = with_separate_rows(logits.reshape(-1, logits.shape[-1]))
     if len(call.labels) == 0:
         stats = _nothing(len(flat), flat[:0].sum())
     elif call.backend == "reference":
@@ -221,7 +219,8 @@ def _prepare(
 def _nothing(count: int, link: Tensor) -> TokenStats:
     """Zeros for all tokens, hanging on the graph of ``link``, a scalar 0."""
     zeros = link.to(accumulator_dtype(link.dtype)).expand(count)
-    return TokenStats(*(zeros.clone() for _ in range(4)), torch.zeros(count, dtype=torch.int64, device=link.device))
+    argmax = torch.zeros(count, dtype=torch.int64, device=link.device)
+    return TokenStats(zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone(), argmax)
 
 
 def _scattered(stats: TokenStats, rows: Tensor | None, count: int) -> TokenStats:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_losses.kernels.host_read import HostRead
-from rlhf_losses.kernels.statistics import OUTPUTS
+from rlhf_losses.kernels.statistics import OUTPUTS, has_column
 from rlhf_losses.kernels.transform import usable_temperatures
 
 VALIDATE = ("async", "sync", "off")
@@ -27,7 +27,7 @@ class _Findings:
 
     @classmethod
     def of(cls, labels: Tensor, rows: Tensor | None, vocab: int, ignore_index: int) -> "_Findings":
-        bad = (labels != ignore_index) & ((labels < 0) | (labels >= vocab))
+        bad = (labels != ignore_index) & ~has_column(labels, vocab)
         first = bad.int().argmax().view(1)
         # Read now: by the time that anybody asks, other labels may lie in the same memory.
         at = first if rows is None else rows[first]

@@ -155,11 +155,14 @@ def grouped(item, row_blocks, columns, GROUP: tl.constexpr):
     """(row block, column) number ``item``: GROUP row blocks run through all columns before the next GROUP begins.
 
     Programs that run at the same time then share a few stretches of the weight and GROUP blocks of hidden rows in L2.
+    Every group begins one column later than the last: a program whose stretches are all the longer ones in one group
+    gets shorter ones in the next (3% of the time at V = 131072, whose 512 tiles make stretches of 15 and 16).
     """
-    first = item // (GROUP * columns) * GROUP
+    group = item // (GROUP * columns)
+    first = group * GROUP
     size = min(row_blocks - first, GROUP)
     rest = item % (GROUP * columns)
-    return first + rest % size, rest // size
+    return first + rest % size, (rest // size + group) % columns
 
 
 @triton.jit

@@ -61,14 +61,16 @@ def _product_tile(stages, count, GROUP_ROWS: gl.constexpr, HALF: gl.constexpr, S
     """[GROUP_ROWS, BV] product of this warpgroup's half of the hidden rows, from STEPS stages.
 
     The second half begins a tile when the first has a stage of it behind: left to themselves the two would meet, and
-    do their epilogues at the same time.
+    do their epilogues at the same time. A barrier tells two tiles apart but not three, so this holds only where the
+    first half can't be two tiles ahead: it gets STAGES stages beyond what the second has given back.
     """
     a, b, full, empty, lead = stages
     STAGES: gl.constexpr = a.shape[0]
+    LEAD: gl.constexpr = STEPS >= STAGES
     BV: gl.constexpr = b.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     acc = gl.zeros([GROUP_ROWS, BV], gl.float32, layout)
-    if HALF == 1:
+    if LEAD and HALF == 1:
         mbarrier.wait(lead, count // STEPS & 1)
     for step in range(STEPS):
         stage = count % STAGES
@@ -79,7 +81,7 @@ def _product_tile(stages, count, GROUP_ROWS: gl.constexpr, HALF: gl.constexpr, S
         # One product stays in flight; the stage of the one before it is free.
         acc = warpgroup_mma_wait(1, [acc])
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=step > 0)
-        if HALF == 0:
+        if LEAD and HALF == 0:
             mbarrier.arrive(lead, pred=step == 0)
         count += 1
     acc = warpgroup_mma_wait(0, [acc])

@@ -106,6 +106,28 @@ def test_memory_beside_the_results_is_bounded(rows):
     assert extra <= d_weight + 4 * hidden.numel() + 640 * 2**20, f"{extra / 2**20:.0f} MiB"
 
 
+@pytest.mark.gpu
+def test_short_products_do_not_hang():
+    # At a small H a tile has fewer stages of operands than are kept on their way, and the halves of a block, which wait
+    # for each other, drift whole tiles apart. In a process of its own, since what hangs can't be stopped from within.
+    python(
+        """
+import torch
+from rlhf_losses import linear_log_probs
+
+for _ in range(40):
+    for depth in (16, 64, 128, 192, 256, 320):
+        hidden = torch.randn(4096, depth, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        weight = torch.randn(32000, depth, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        labels = torch.randint(32000, (4096,), device="cuda")
+        stats = linear_log_probs(hidden, weight, labels, backend="triton", workspace_bytes=2**25)
+        (stats.log_probs.sum() + stats.entropy.sum()).backward()
+    torch.cuda.synchronize()
+""",
+        timeout=100,
+    )
+
+
 def compiled_kernels() -> int:
     """Compiled versions of this package's kernels in this process."""
     from triton.runtime import JITFunction

@@ -1,0 +1,277 @@
+"""The head of one model instance, made to score labels instead of writing logits; what the trainers' adapters share.
+
+``fuse_head`` replaces the ``forward`` of the model and of its head on this instance alone; the class, and every other
+model of it, stay as they were. Called with ``head_request=HeadRequest(...)`` the model runs its own body and returns
+``ScoredTokens``; called without, it is the model it was (``generate`` included). The head is reached through its own
+``__call__``, so that FSDP gathers its weight and reduces its gradient as for any other module.
+
+What the model does to its logits is read from its config, and what was read is held against the model's own logits on
+a few tokens before the first scores are given out.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from rlhf_losses import backend_for, linear_log_probs
+
+# Keys of a config that say what is done to the logits, as arguments of linear_log_probs.
+_TRANSFORMS: dict[str, Callable[[float], dict[str, float]]] = {
+    "final_logit_softcapping": lambda cap: {"softcap": cap},  # Gemma 2, Gemma 3
+    "logit_scale": lambda scale: {"logit_scale": scale},  # Cohere
+    "logits_scaling": lambda divisor: {"logit_scale": 1.0 / divisor},  # Granite
+    "lm_head_multiplier": lambda scale: {"logit_scale": scale},  # Falcon-H1
+}
+_SUSPICIOUS = re.compile(r"logit|lm_head|output_mult|unembed")
+_NOT_THE_HEAD = re.compile(r"^(attn|attention|router|image|moe)_|keep|aux|router")
+_CHECKED_TOKENS = 8
+
+
+class HeadRequest:
+    """What the head is to compute for hidden states [..., H]; labels, mask and a temperature tensor are shaped [...].
+
+    A plain class on purpose: FSDP casts float tensors in the containers and dataclasses it knows to the parameters'
+    dtype on their way into a module, where a temperature of 0.7 becomes 0.69921875.
+    """
+
+    def __init__(
+        self,
+        labels: Tensor,
+        *,
+        mask: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        outputs: tuple[str, ...] = ("log_probs", "entropy"),
+    ):
+        self.labels = labels
+        self.mask = mask
+        self.temperature = temperature
+        self.outputs = outputs
+
+
+@dataclass
+class ScoredTokens(ModelOutput):
+    """What a fused model returns, each shaped like the labels and fp32; None where not asked for."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    logsumexp: Tensor | None = None
+    sum_p_squared: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Arguments of ``linear_log_probs`` that a user may set for all calls."""
+
+    backend: str = "auto"
+    workspace_bytes: int | None = None
+    validate: str = "async"
+
+
+def logit_transform(config: Any) -> dict[str, float]:
+    """softcap and logit_scale of a transformers config, of its text config where it has one.
+
+    Raises ValueError for a number whose name speaks of logits or the head and that is not among the known ones.
+    """
+    config = config.get_text_config()
+    found: dict[str, float] = {}
+    for name, value in config.to_dict().items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if name in _TRANSFORMS:
+            found |= _TRANSFORMS[name](float(value))
+        elif _SUSPICIOUS.search(name) and not _NOT_THE_HEAD.search(name) and value != 1:
+            raise ValueError(
+                f"{type(config).__name__}.{name} = {value}: expected a config whose logit transform is known "
+                f"({', '.join(_TRANSFORMS)}), got a setting that may change the logits; train without the fused head"
+            )
+    return {name: value for name, value in found.items() if (name, value) != ("logit_scale", 1.0)}
+
+
+def fused_head_of(model: nn.Module) -> "_FusedHead | None":
+    return vars(model).get("_fused_head")
+
+
+def fuse_head(
+    model: nn.Module,
+    options: HeadOptions | None = None,
+    translate: Callable[[tuple, dict[str, Any]], HeadRequest | None] | None = None,
+) -> None:
+    """Let ``model``, a transformers model with an output embedding, answer to ``head_request``.
+
+    ``translate`` makes a request out of a trainer's own positional and keyword arguments, taking out what is no
+    argument of the model's body; None where the call is an ordinary one.
+
+    Raises ValueError where the head, the body or the logit transform is not understood, or somebody else has replaced
+    this model's forward with a fused one.
+    """
+    name = type(model).__name__
+    head = model.get_output_embeddings()
+    body = getattr(model, model.base_model_prefix, None)
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise ValueError(f"{name}: expected a head that is an nn.Linear, got {type(head).__name__}")
+    if not isinstance(body, nn.Module) or any(module is head for module in body.modules()):
+        raise ValueError(
+            f"{name}: expected a body under {model.base_model_prefix!r} that ends in hidden states, got "
+            f"{type(body).__name__}"
+        )
+    _refuse_second_owner(model)
+    model._fused_head = _FusedHead(options or HeadOptions(), logit_transform(model.config), translate)
+    # A copy of the head (PEFT's modules_to_save) copies this method, bound to the copy.
+    head.forward = MethodType(_head_forward, head)
+    original = type(model).forward
+
+    @functools.wraps(original)  # generate() looks at the signature
+    def forward(self, *args, **kwargs):
+        return self._fused_head.forward(self, functools.partial(original, self), args, kwargs)
+
+    model.forward = MethodType(forward, model)
+
+
+def _refuse_second_owner(model: nn.Module) -> None:
+    forwards = [type(model).forward, vars(model).get("forward")]
+    for forward in (getattr(x, "__func__", x) for x in forwards if x is not None):
+        module, name = getattr(forward, "__module__", "") or "", getattr(forward, "__name__", "")
+        verls = name in ("forward_with_torch_backend", "forward_with_triton_backend")
+        if verls or module.startswith("liger_kernel") or fused_head_of(model) is not None:
+            raise ValueError(
+                f"{type(model).__name__}: expected one owner of its head, but its forward is already {module}.{name}; "
+                "switch the other fused linear cross entropy off (use_liger's, or a second impl_backend)"
+            )
+
+
+def _head_forward(self: nn.Linear, hidden_states: Tensor, request: HeadRequest | None = None, score: Any = None):
+    if request is None:
+        return nn.functional.linear(hidden_states, self.weight, self.bias)
+    return score(hidden_states, self.weight, self.bias, request)
+
+
+def _lora_head_forward(self: nn.Module, hidden_states: Tensor, *args, request=None, score=None, **kwargs):
+    """PEFT's LoRA layer around the head: h W' + s (dropout(h) A') B' is one product of wider operands."""
+    if request is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    base = self.get_base_layer()
+    hidden, weight = [hidden_states], [base.weight]
+    if not (self.disable_adapters or self.merged):
+        for name in self.active_adapters:
+            if name not in self.lora_A:
+                continue
+            down, up = self.lora_A[name], self.lora_B[name]
+            if (
+                self.use_dora.get(name)
+                or up.bias is not None
+                or type(up) is not nn.Linear
+                or type(down) is not nn.Linear
+            ):
+                raise ValueError(
+                    f"adapter {name!r} on the head: expected a plain LoRA pair of nn.Linear, got {type(up).__name__} "
+                    "(DoRA, lora_bias and FSDP1-wrapped adapters are not served); exclude lm_head from target_modules"
+                )
+            x = self.lora_dropout[name](hidden_states.to(down.weight.dtype))
+            hidden.append((down(x) * self.scaling[name]).to(hidden_states.dtype))
+            weight.append(up.weight.to(base.weight.dtype))
+    if len(hidden) == 1:
+        return score(hidden_states, base.weight, base.bias, request)
+    return score(torch.cat(hidden, -1), torch.cat(weight, 1), base.bias, request)
+
+
+class _FusedHead:
+    """What a fused model knows of its head, and its forward."""
+
+    def __init__(self, options: HeadOptions, transform: dict[str, float], translate: Callable | None):
+        self.options = options
+        self.transform = transform
+        self.translate = translate
+        self.checked = False
+
+    def score(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest) -> tuple:
+        """The outputs asked for, in their order: a tuple of tensors, which FSDP's hooks see through."""
+        stats = linear_log_probs(
+            hidden_states,
+            weight,
+            request.labels,
+            bias=bias,
+            temperature=request.temperature,
+            mask=request.mask,
+            outputs=request.outputs,
+            backend=self.options.backend,
+            workspace_bytes=self.options.workspace_bytes,
+            validate=self.options.validate,
+            **self.transform,
+        )
+        return tuple(getattr(stats, name) for name in request.outputs)
+
+    def forward(self, model: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        request = kwargs.pop("head_request", None)
+        if request is None and self.translate is not None:
+            request = self.translate(args, kwargs)
+        if request is None:
+            return original(*args, **kwargs)
+        head = model.get_output_embeddings()
+        if hasattr(head, "lora_A") and "forward" not in vars(head):
+            head.forward = MethodType(_lora_head_forward, head)
+        for name in ("labels", "logits_to_keep", "return_dict"):
+            kwargs.pop(name, None)
+        if not self.checked:
+            self.check(model, head, original, args, kwargs)
+        body = getattr(model, model.base_model_prefix)
+        hidden_states = body(*args, return_dict=True, **kwargs)[0]
+        scores = head(hidden_states, request=request, score=self.score)
+        return ScoredTokens(**dict(zip(request.outputs, scores, strict=True)))
+
+    @torch.no_grad()
+    def check(self, model: nn.Module, head: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Hold the scores of a few tokens against the model's own logits.
+
+        With images or other inputs that can't be cut short the check waits for a call without.
+        Raises ValueError with the numbers where they differ.
+        """
+        given = {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
+        if args or not given.keys() <= {"input_ids", "attention_mask", "position_ids"} or "input_ids" not in given:
+            return
+        short = kwargs | {name: x[..., :_CHECKED_TOKENS] for name, x in given.items()}
+        seen: list[Tensor] = []
+        hook = head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        device = given["input_ids"].device
+        training = head.training
+        try:
+            # A dropout in the body draws numbers that the training would have drawn.
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                head.eval()
+                logits = original(**short).logits
+        finally:
+            head.train(training)
+            hook.remove()
+        labels = short["input_ids"]
+        names = ("log_probs", "entropy", "logsumexp")
+        head.eval()
+        scores = head(seen[0], request=HeadRequest(labels, outputs=names), score=self.score)
+        head.train(training)
+        z = logits.float()
+        log_p = z.log_softmax(-1)
+        own = (log_p.gather(-1, labels[..., None])[..., 0], torch.special.entr(log_p.exp()).sum(-1), z.logsumexp(-1))
+        errors = {name: (x - y).abs().max().item() for name, x, y in zip(names, scores, own, strict=True)}
+        # The model rounds its logits to their type, up to four times (product, scale, cap); a GPU may take TF32.
+        eps = max(torch.finfo(logits.dtype).eps, 2.0**-11)
+        bound = 4 * eps * max(1.0, z.abs().max().item())
+        if not all(math.isfinite(error) and error <= bound for error in errors.values()):
+            raise ValueError(
+                f"{type(model).__name__}: expected the fused head to give the model's own numbers on {labels.numel()} "
+                f"tokens within {bound:.2g}, got errors of {errors}; this model does something to its logits that its "
+                f"config does not say ({self.transform or 'nothing'} was read from it): train it without the fused head"
+            )
+        self.checked = True
+        choice = backend_for(seen[0], self.options.backend)
+        print(
+            f"rlhf_losses: {type(model).__name__}'s head is computed by the {choice.name} back end ({choice.reason}), "
+            f"logit transform {self.transform or 'none'}; it agrees with the model's own logits within "
+            f"{max(errors.values()):.1e}",
+            flush=True,
+        )

@@ -9,10 +9,10 @@ BIN := $(VENV)/bin
 
 test: lint types unit
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --editable '.[dev]'
 	touch $@
 
 lint: $(VENV)/.installed

@@ -5,7 +5,7 @@
 
 Writes NAME.json, NAME.md and NAME.png. The engine, its configs and ``ppo_loss`` are verl's own, called as its trainer
 calls them: ``infer_batch`` with entropy, then ``train_batch``. The model has the shape of Qwen2.5-1.5B with fewer
-layers and random weights; the final norm's scale and the repeated tokens make some labels likely and others not.
+layers and random weights that predict, now surely, now not at all, that a token comes again; half of the tokens do.
 
 - Head part = update - the same update with the head left out: body, loss, gradient clipping and optimizer remain.
 - Attention is transformers' sdpa on a [sequences, length] view of the packed tokens, all of one length. Its own way
@@ -24,6 +24,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -31,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -49,6 +50,7 @@ TIED, UNTIED = ["none", "torch", "triton", "liger", "rlhf_losses"], ["none", "rl
 # How many times as fast as verl's back ends the head part of the update has to be.
 REQUIRED = {"triton": 1.8, "torch": 4.0}
 ATTENTION = "sdpa_by_sequence"
+MEMORY = ("update_mib", "head_update_mib", "log_prob_mib", "head_log_prob_mib")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,12 @@ def make_models(directory: Path, size: Size, layers: int, heads: list[str]) -> N
     )
     model = Qwen2ForCausalLM(config).to(torch.bfloat16)
     with torch.no_grad():
-        model.model.norm.weight.copy_(torch.rand(size.hidden) + 0.5)
+        # Hidden states stay near their token's embedding, whose length decides how sure a tied model is of that token.
+        lengths = 30 / size.hidden * torch.rand(size.vocab, 1)
+        model.model.embed_tokens.weight.copy_(torch.randn(size.vocab, size.hidden) * lengths)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 0.02
+            layer.mlp.down_proj.weight *= 0.02
     if "tied" in heads:
         model.save_pretrained(directory / "tied")
     if "untied" in heads:
@@ -99,15 +106,18 @@ def make_models(directory: Path, size: Size, layers: int, heads: list[str]) -> N
         model.save_pretrained(directory / "untied")
 
 
-def wait_for(path: Path) -> None:
+def wait_for(path: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path.name}: expected word from the parent within {seconds:.0f} s")
         time.sleep(0.05)
 
 
 def attend_by_sequence(length: int) -> Callable[..., tuple[Tensor, None]]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any):
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> Any:
         tokens = query.shape[2]  # [1, heads, tokens, head size]; a model may be tried on fewer than one sequence
         q, k, v = (x[0].unflatten(1, (-1, min(length, tokens))).transpose(0, 1) for x in (query, key, value))
         return sdpa_attention_forward(module, q, k, v, None, **options)[0].flatten(0, 1)[None], None
@@ -157,7 +167,7 @@ class Bench:
         )
         self.loss = partial(ppo_loss, config=actor)
         generator = torch.Generator().manual_seed(self.rank)
-        # Half of the tokens repeat the one before: likely labels for a tied model with random weights.
+        # Half of the tokens repeat the one before, which is what the model predicts.
         ids = torch.randint(size.vocab, (size.sequences, size.length), generator=generator)
         repeats = torch.rand(ids.shape, generator=generator) < 0.5
         for place in range(1, size.length):
@@ -293,25 +303,38 @@ class Bench:
         return row
 
     def memory(self) -> dict[str, float]:
-        """Peaks beyond what was allocated before: weights and optimizer state. "backward": before the optimizer."""
+        """Peaks of the passes beyond what was allocated before, and of their heads beyond what was when they began.
+
+        A head's part begins with the hidden states and ends with their gradient. The whole pass may peak elsewhere:
+        in the body, or in the optimizer.
+        """
         if self.device != "cuda":
             return {}
-        row = {}
-        step = self.engine.optimizer_step
+        row: dict[str, float] = {}
 
-        def noting_step() -> float:
-            row["backward_mib"] = (torch.cuda.max_memory_allocated() - before) / MIB
-            return step()
-
-        for name, run in (("log_prob_mib", self.log_probs), ("update_mib", self.update)):
-            data = self.batch(self.size.sequences, self.fused)
+        def begin() -> Callable[[], float]:
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            self.engine.optimizer_step = noting_step
+            return lambda: (torch.cuda.max_memory_allocated() - before) / MIB
+
+        peak = begin()
+
+        def head_begins(module: nn.Module, inputs: Any, hidden: Tensor) -> None:
+            nonlocal peak
+            peak = begin()
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: row.update(head_update_mib=peak()))
+
+        for name, run in (("update", self.update), ("log_prob", self.log_probs)):
+            data = self.batch(self.size.sequences, self.fused)
+            peak = begin()
             run(data)
-            del self.engine.optimizer_step
-            row[name] = (torch.cuda.max_memory_allocated() - before) / MIB
+            row[f"{name}_mib"] = peak()
+            hook = self.engine.module.model.norm.register_forward_hook(head_begins)
+            run(self.batch(self.size.sequences, self.fused))
+            hook.remove()
+            row.setdefault(f"head_{name}_mib", peak())
         return row
 
     def warm_up(self, sequences: int) -> dict[str, Any]:
@@ -326,13 +349,13 @@ def work(task: dict[str, Any]) -> None:
     directory, rank = Path(task["directory"]), os.environ["RANK"]
     import verl.workers.engine  # noqa: F401  (the slow import, while the parent makes the models)
 
-    wait_for(directory / "models")
+    wait_for(directory / "models", task["seconds"])
     bench = Bench(directory / task["head"], task["backend"], SIZES[task["size"]], task["device"])
     bench.warm_up(max(1, bench.size.sequences // 8))
     if task["device"] == "cuda":
         torch.cuda.empty_cache()
     (directory / f"ready-{task['name']}-{rank}").touch()
-    wait_for(directory / f"go-{task['name']}")
+    wait_for(directory / f"go-{task['name']}", task["seconds"])
     row = bench.errors()
     row["grad_norm"] = bench.warm_up(bench.size.sequences)["metrics"]["grad_norm"]
     row |= bench.medians(task["turns"])
@@ -369,17 +392,16 @@ def start(task: dict[str, Any], gpus: int) -> subprocess.Popen:
     else:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={gpus}"]
         launcher += [f"--master-port={environment['MASTER_PORT']}"]
+    command = [*launcher, __file__, "--worker", json.dumps(task)]
     with open(Path(task["directory"]) / f"{task['name']}.log", "w") as log:
-        return subprocess.Popen(
-            [*launcher, __file__, "--worker", json.dumps(task)], env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
+        # A group of its own, so that what it starts can be ended with it.
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def last_error(log: str) -> str:
-    lines = [
-        line for line in log.splitlines() if ("Error" in line or "Exception" in line) and "warn" not in line.lower()
-    ]
-    return (lines or log.splitlines() or ["no output"])[-1].strip()[:300]
+def end(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def run_all(tasks: list[dict[str, Any]], gpus: int, make: Callable[[], None], seconds: float) -> list[dict[str, Any]]:
@@ -387,7 +409,7 @@ def run_all(tasks: list[dict[str, Any]], gpus: int, make: Callable[[], None], se
     deadline = time.monotonic() + seconds
     directory = Path(tasks[0]["directory"])
     processes = {task["name"]: start(task, gpus) for task in tasks}
-    rows = []
+    rows: dict[str, dict[str, Any]] = {}
     try:
         make()
         (directory / "models").touch()
@@ -398,7 +420,9 @@ def run_all(tasks: list[dict[str, Any]], gpus: int, make: Callable[[], None], se
 
         while any(starting(name) for name in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for task in tasks:
+        print(f"started after {time.monotonic() - deadline + seconds:.0f} s", file=sys.stderr)
+        # The unfused ones last: they take longest, and the deadline is to cut nothing else.
+        for task in sorted(tasks, key=lambda task: task["backend"] == "none"):
             process, result = processes[task["name"]], directory / f"{task['name']}.json"
             (directory / f"go-{task['name']}").touch()
             row = {"backend": task["backend"], "head": task["head"]}
@@ -406,22 +430,20 @@ def run_all(tasks: list[dict[str, Any]], gpus: int, make: Callable[[], None], se
                 process.wait(max(1.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 row["failed"] = f"not done after {seconds:.0f} s"
-                process.kill()
-                process.wait()
+            end(process)
             if result.exists():
                 row |= json.loads(result.read_text())
-            elif "failed" not in row or process.returncode > 0:
+            else:
                 log = (directory / f"{task['name']}.log").read_text()
                 print(log[-4000:], file=sys.stderr)
-                row["failed"] = last_error(log)
-            rows.append(row)
+                failed = directory / f"{task['name']}.failed"
+                row.setdefault("failed", failed.read_text() if failed.exists() else f"exit code {process.returncode}")
+            rows[task["name"]] = row
             print(json.dumps(row), flush=True)
     finally:
         for process in processes.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    return rows
+            end(process)
+    return [rows[task["name"]] for task in tasks]
 
 
 def ours(rows: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, Any] | None:
@@ -430,34 +452,35 @@ def ours(rows: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, Any] | No
 
 
 def markdown(results: dict[str, Any]) -> str:
-    size, rows = results["size"], results["rows"]
+    size = results["size"]
     tokens = size["sequences"] * (size["prompt"] + size["response"])
     versions = ", ".join(f"{name} {value}" for name, value in results["versions"].items())
+    required = ", ".join(f"{name} {bound}" for name, bound in REQUIRED.items())
+    flash = "installed" if results["flash_attn"] else "not installed, so the unfused path takes tokens one by one"
     lines = [
         f"# verl's engine with each head, {results['date']}",
         "",
         f"{results['gpus']} x {results['device']}, {versions}; rlhf_losses at commit {results['commit']}. FSDP2, "
-        f"remove-padding, gradient checkpointing, {'bf16' if results['device'] != 'cpu' else 'fp32'}; {results['layers']}"
-        f" layers of hidden size {size['hidden']}, vocabulary {size['vocab']}; {tokens} packed tokens a card in one "
-        f"micro-batch, {size['sequences']} sequences with a prompt of {size['prompt']} and a response of "
-        f"{size['response']}; ppo_loss with entropy_coeff 0.001. Medians of {results['turns']} turns (3 for steps over "
-        "a second). Head part: the pass less the same pass without its head. Ratio: head part of the update to that of "
-        f"rlhf_losses (required: {', '.join(f'{name} {bound}' for name, bound in REQUIRED.items())}). Memory: peak "
-        "beyond weights and optimizer state, of the whole update and of it before the optimizer. Errors: largest on "
-        "response tokens against fp64 of the same hidden states. flash-attn: "
-        f"{'installed' if results['flash_attn'] else 'not installed, so the unfused path takes tokens one by one'}.",
+        f"{results['dtype']}, remove-padding, gradient checkpointing, ppo_loss with entropy_coeff 0.001. "
+        f"{results['layers']} layers of hidden size {size['hidden']}, vocabulary {size['vocab']}; {tokens} packed "
+        f"tokens a card in one micro-batch: {size['sequences']} sequences of {size['prompt']} prompt and "
+        f"{size['response']} response tokens. Medians of {results['turns']} turns, of 3 or more where they are slow. "
+        "Head part: a pass less the same pass without its head. Ratio: head part of the update to that of rlhf_losses "
+        f"(at least: {required}). Memory: peak beyond what was allocated before; of the head, from hidden states to "
+        "their gradient. Errors: largest on response tokens against fp64 of the same hidden states. flash-attn: "
+        f"{flash}.",
         "",
-        "| back end | head | update ms | head part | ratio | log-probs ms | head part | update MiB | before the "
-        "optimizer | log-probs MiB | log-prob error | entropy error | grad norm |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| back end | head | update ms | head part | ratio | log-probs ms | head part | update MiB | its head | "
+        "log-probs MiB | its head | log-prob error | entropy error | grad norm |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in results["rows"]:
         if "failed" in row:
-            lines.append(f"| {row['backend']} | {row['head']} | fails: {row['failed'].replace('|', '/')} |" + " |" * 10)
+            lines.append(f"| {row['backend']} | {row['head']} | fails: {row['failed'].replace('|', '/')} |" + " |" * 11)
             continue
-        mine = ours(rows, row)
+        mine = ours(results["rows"], row)
         ratio = f"{row['head_update_ms'] / mine['head_update_ms']:.2f}" if mine else ""
-        memory = [f"{row[key]:.0f}" if key in row else "" for key in ("update_mib", "backward_mib", "log_prob_mib")]
+        memory = [f"{row[key]:.0f}" if key in row else "" for key in MEMORY]
         lines.append(
             f"| {row['backend']} | {row['head']} | {row['update_ms']:.1f} | {row['head_update_ms']:.1f} | {ratio} "
             f"| {row['log_prob_ms']:.1f} | {row['head_log_prob_ms']:.1f} | {' | '.join(memory)} "
@@ -473,18 +496,23 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     rows = [row for row in results["rows"] if "failed" not in row]
-    names = [f"{row['backend']}\n{row['head']}" for row in rows]
-    colors = ["tab:blue" if row["backend"] == "rlhf_losses" else "tab:gray" for row in rows]
+    places = range(len(rows))
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    panels = [("head_update_ms", "head part of the update, ms"), ("backward_mib", "peak before the optimizer, MiB")]
-    for axis, (key, title) in zip(axes, panels, strict=True):
-        bars = axis.bar(names, [row.get(key, 0.0) for row in rows], color=colors)
-        axis.bar_label(bars, fmt="%.0f" if results["device"] != "cpu" else "%.2f")
-        axis.set_title(title)
-        # The unfused head takes an order of magnitude more of both.
+    panels = [
+        ("time, ms", [("update_ms", "update"), ("head_update_ms", "its head part")]),
+        ("peak memory, MiB", [("update_mib", "update"), ("head_update_mib", "its head")]),
+    ]
+    for axis, (title, bars) in zip(axes, panels, strict=True):
+        for (key, label), color, shift in zip(bars, ("lightgray", "tab:blue"), (-0.2, 0.2), strict=True):
+            heights = [row.get(key, 0.0) for row in rows]
+            drawn = axis.bar([place + shift for place in places], heights, 0.4, color=color, label=label)
+            axis.bar_label(drawn, fmt="%.4g", fontsize=7)
+        axis.set_title(title, fontsize=10)
+        axis.set_xticks(places, [f"{row['backend']}\n{row['head']}" for row in rows], fontsize=8)
+        # The unfused head takes many times as much of both.
         axis.set_yscale("symlog", linthresh=1)
-        axis.tick_params(axis="x", labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2, frameon=False, fontsize=8)
     figure.suptitle(f"verl {results['versions']['verl']}, {results['device']}, {results['date']}", fontsize=10)
     figure.savefig(path, dpi=120)
 
@@ -514,7 +542,13 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work(json.loads(arguments.worker))
+        task = json.loads(arguments.worker)
+        try:
+            work(task)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200].rstrip(": ")
+            (Path(task["directory"]) / f"{task['name']}.failed").write_text(reason)
+            raise
         return
     if arguments.out is None:
         parser.error("--out: expected a path for the results")
@@ -533,6 +567,7 @@ def main() -> None:
             "size": arguments.size,
             "device": arguments.device,
             "turns": arguments.turns,
+            "seconds": arguments.seconds,
         }
         for head, backends in (("tied", tied), ("untied", arguments.untied))
         for backend in backends
@@ -558,6 +593,7 @@ def main() -> None:
         "versions": installed(["verl", "torch", "triton", "transformers", "liger_kernel"]),
         "flash_attn": importlib.util.find_spec("flash_attn") is not None,
         "commit": commit,
+        "dtype": "bf16" if arguments.device == "cuda" else "fp32",
         "size": asdict(size),
         "layers": arguments.layers,
         "turns": arguments.turns,

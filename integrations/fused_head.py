@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from rlhf_losses import backend_for, linear_log_probs
+from rlhf_losses.integrations.logit_chunks import of_logits
 
 # Keys of a config that say what is done to the logits, as arguments of linear_log_probs.
 _TRANSFORMS: dict[str, Callable[[float], dict[str, float]]] = {
@@ -33,10 +34,14 @@ _TRANSFORMS: dict[str, Callable[[float], dict[str, float]]] = {
 _SUSPICIOUS = re.compile(r"logit|lm_head|output_mult|unembed")
 _NOT_THE_HEAD = re.compile(r"^(attn|attention|router|image|moe)_|keep|aux|router")
 _CHECKED_TOKENS = 8
+_LOGITS_WORKSPACE_BYTES = 2**30
 
 
 class HeadRequest:
     """What the head is to compute for hidden states [..., H]; labels, mask and a temperature tensor are shaped [...].
+
+    ``of_logits`` is for what is no token statistic: called with the logits [n, V] of some tokens, after the transform,
+    and their places [n] among all, it gives tensors [n] by name, which come back as ``ScoredTokens.of_logits``.
 
     A plain class on purpose: FSDP casts float tensors in the containers and dataclasses it knows to the parameters'
     dtype on their way into a module, where a temperature of 0.7 becomes 0.69921875.
@@ -49,11 +54,13 @@ class HeadRequest:
         mask: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         outputs: tuple[str, ...] = ("log_probs", "entropy"),
+        of_logits: Callable[[Tensor, Tensor], dict[str, Tensor]] | None = None,
     ):
         self.labels = labels
         self.mask = mask
         self.temperature = temperature
         self.outputs = outputs
+        self.of_logits = of_logits
 
 
 @dataclass
@@ -64,6 +71,7 @@ class ScoredTokens(ModelOutput):
     entropy: Tensor | None = None
     logsumexp: Tensor | None = None
     sum_p_squared: Tensor | None = None
+    of_logits: dict[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -191,22 +199,58 @@ class _FusedHead:
         self.translate = translate
         self.checked = False
 
-    def score(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest) -> tuple:
-        """The outputs asked for, in their order: a tuple of tensors, which FSDP's hooks see through."""
-        stats = linear_log_probs(
-            hidden_states,
-            weight,
-            request.labels,
-            bias=bias,
-            temperature=request.temperature,
-            mask=request.mask,
-            outputs=request.outputs,
-            backend=self.options.backend,
-            workspace_bytes=self.options.workspace_bytes,
-            validate=self.options.validate,
-            **self.transform,
-        )
-        return tuple(getattr(stats, name) for name in request.outputs)
+    def score(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest) -> dict[str, Any]:
+        """The fields of ``ScoredTokens``: a dict of tensors, which FSDP's hooks see through."""
+        scores: dict[str, Any] = {}
+        if request.outputs:
+            stats = linear_log_probs(
+                hidden_states,
+                weight,
+                request.labels,
+                bias=bias,
+                temperature=request.temperature,
+                mask=request.mask,
+                outputs=request.outputs,
+                backend=self.options.backend,
+                workspace_bytes=self.options.workspace_bytes,
+                validate=self.options.validate,
+                **self.transform,
+            )
+            scores |= {name: getattr(stats, name) for name in request.outputs}
+        if request.of_logits is not None:
+            scores["of_logits"] = self._of_logits(hidden_states, weight, bias, request)
+        return scores
+
+    def _of_logits(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest
+    ) -> dict[str, Tensor]:
+        shape = request.labels.shape
+        mask = torch.ones_like(request.labels) if request.mask is None else request.mask
+        places = mask.reshape(-1).nonzero().squeeze(1)
+        temperature = request.temperature
+        if isinstance(temperature, Tensor):
+            # One value per token or per sequence.
+            temperature = temperature.reshape(temperature.shape + (1,) * (len(shape) - temperature.dim()))
+            temperature = temperature.expand(shape).reshape(-1)
+        names: list[str] = []
+
+        def function(raw: Tensor, start: int) -> tuple[Tensor, ...]:
+            here = places[start : start + len(raw)]
+            z = raw * self.transform.get("logit_scale", 1.0)
+            if "softcap" in self.transform:
+                z = self.transform["softcap"] * torch.tanh(z / self.transform["softcap"])
+            z = z / (temperature[here, None] if isinstance(temperature, Tensor) else temperature)
+            results = request.of_logits(z, here)
+            names[:] = results
+            return tuple(results.values())
+
+        workspace = self.options.workspace_bytes or _LOGITS_WORKSPACE_BYTES
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])[places]
+        results = of_logits(hidden, weight, bias, function, workspace)
+        return {
+            name: x.new_zeros(shape.numel()).index_copy(0, places, x).reshape(shape)
+            for name, x in zip(names, results, strict=True)
+        }
 
     def forward(self, model: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         request = kwargs.pop("head_request", None)
@@ -224,7 +268,7 @@ class _FusedHead:
         body = getattr(model, model.base_model_prefix)
         hidden_states = body(*args, return_dict=True, **kwargs)[0]
         scores = head(hidden_states, request=request, score=self.score)
-        return ScoredTokens(**dict(zip(request.outputs, scores, strict=True)))
+        return ScoredTokens(**scores)
 
     @torch.no_grad()
     def check(self, model: nn.Module, head: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -257,7 +301,7 @@ class _FusedHead:
         z = logits.float()
         log_p = z.log_softmax(-1)
         own = (log_p.gather(-1, labels[..., None])[..., 0], torch.special.entr(log_p.exp()).sum(-1), z.logsumexp(-1))
-        errors = {name: (x - y).abs().max().item() for name, x, y in zip(names, scores, own, strict=True)}
+        errors = {name: (scores[name] - x).abs().max().item() for name, x in zip(names, own, strict=True)}
         # The model rounds its logits to their type, up to four times (product, scale, cap); a GPU may take TF32.
         eps = max(torch.finfo(logits.dtype).eps, 2.0**-11)
         bound = 4 * eps * max(1.0, z.abs().max().item())

@@ -16,7 +16,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
-from verl.utils.ulysses import ulysses_pad_and_slice_inputs
+from verl.utils.ulysses import (
+    get_ulysses_sequence_parallel_group,
+    set_ulysses_sequence_parallel_group,
+    slice_input_tensor,
+    ulysses_pad_and_slice_inputs,
+)
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -93,8 +98,50 @@ class FusedHeadEngine(FSDPEngineWithLMHead):
             temperature = output_args["temperature"]
         if not isinstance(given_temperature, Tensor):
             temperature = float(given_temperature)
-        inputs["head_request"] = HeadRequest(labels, mask=mask, temperature=temperature, outputs=_outputs(micro_batch))
+        inputs["head_request"] = HeadRequest(
+            labels,
+            mask=mask,
+            temperature=temperature,
+            outputs=_outputs(micro_batch),
+            of_logits=self._distillation(micro_batch, None if packed else inside),
+        )
         return inputs, output_args
+
+    def _distillation(self, micro_batch: TensorDict, inside: Tensor | None) -> Any:
+        """verl's own top-k loss as a function of some tokens' logits; None without distillation.
+
+        ``inside`` [sequences, width] tells padded sequences; packed ones are this rank's part of all tokens.
+        """
+        if not _wants(micro_batch, "distillation_use_topk"):
+            return None
+        teacher = {}
+        for name in ("teacher_logprobs", "teacher_ids"):
+            values = micro_batch[name].values()
+            if inside is not None:
+                where = inside.reshape(-1).nonzero().squeeze(1)
+                values = values.new_zeros(inside.numel(), values.shape[1]).index_copy(0, where, values)
+            elif self.use_ulysses_sp:
+                values = slice_input_tensor(values, dim=0)
+            teacher[name] = values
+        processor = self._loss_function
+
+        def of_logits(logits: Tensor, places: Tensor) -> dict[str, Tensor]:
+            bounds = torch.tensor([0, len(places)], device=logits.device)
+            data = {name: torch.nested.nested_tensor_from_jagged(x[places], bounds) for name, x in teacher.items()}
+            # The rows are this rank's already: verl would cut its part out of them once more.
+            group = get_ulysses_sequence_parallel_group()
+            set_ulysses_sequence_parallel_group(None)
+            try:
+                results = processor(student_logits=logits[None], data=data)
+            finally:
+                set_ulysses_sequence_parallel_group(group)
+            return {name: x[0] for name, x in results.items()}
+
+        return of_logits
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+        self._loss_function = loss_function
+        return super().forward_step(micro_batch, loss_function, forward_only)
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
@@ -103,20 +150,20 @@ class FusedHeadEngine(FSDPEngineWithLMHead):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
         offsets = micro_batch["input_ids"].offsets()
+        scores = {_NAMES[name]: getattr(output, name) for name in _outputs(micro_batch)} | (output.of_logits or {})
+        if "entropy" in scores and _entropy_coefficient(logits_processor_func) == 0:
+            scores["entropy"] = scores["entropy"].detach()
         result = {}
-        for name in _outputs(micro_batch):
-            values = getattr(output, name)
+        for name, values in scores.items():
             if packed:
                 values = self._gather_and_unpad_packed(values[0], output_args["pad_size"])
             else:
                 values = values[_inside(offsets, values.shape[1])]
-            if name == "entropy" and _entropy_coefficient(logits_processor_func) == 0:
-                values = values.detach()
-            result[_NAMES[name]] = torch.nested.nested_tensor_from_jagged(values, offsets)
+            result[name] = torch.nested.nested_tensor_from_jagged(values, offsets)
         return result
 
     def _scores(self, micro_batch: TensorDict) -> bool:
-        return self._fuses_head and tu.get_non_tensor_data(data=micro_batch, key="use_fused_kernels", default=False)
+        return self._fuses_head and _wants(micro_batch, "use_fused_kernels")
 
     def _counted_rows(self, micro_batch: TensorDict) -> Tensor | None:
         """[tokens] bool, of the packed tokens: the rows whose next token is in the loss; None where all are scored."""
@@ -151,19 +198,17 @@ class FusedHeadEngine(FSDPEngineWithLMHead):
         return values.bool()
 
 
-def _outputs(micro_batch: TensorDict) -> tuple[str, ...]:
-    def wants(key: str) -> bool:
-        return tu.get_non_tensor_data(data=micro_batch, key=key, default=False)
+def _wants(micro_batch: TensorDict, key: str) -> bool:
+    return tu.get_non_tensor_data(data=micro_batch, key=key, default=False)
 
-    if wants("distillation_use_topk"):
-        raise NotImplementedError(
-            "distillation_use_topk: expected a run without top-k distillation, which needs logits; switch "
-            "use_fused_kernels off, or distil with a loss on the sampled token (loss_mode k1, k3, ...)"
-        )
-    names = ["log_probs"]
-    names += ["entropy"] if wants("calculate_entropy") else []
-    names += ["sum_p_squared"] if wants("calculate_sum_pi_squared") else []
-    return tuple(names)
+
+def _outputs(micro_batch: TensorDict) -> tuple[str, ...]:
+    wanted = {
+        "log_probs": not _wants(micro_batch, "distillation_only"),
+        "entropy": _wants(micro_batch, "calculate_entropy"),
+        "sum_p_squared": _wants(micro_batch, "calculate_sum_pi_squared"),
+    }
+    return tuple(name for name, it_is in wanted.items() if it_is)
 
 
 def _entropy_coefficient(loss: Any) -> float | None:

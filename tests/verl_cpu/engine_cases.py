@@ -6,31 +6,32 @@ A case is the arguments of ``run``; RESULTS.pt holds what rank 0 saw, by the cas
 Two cases that differ in ``fused`` alone see the same weights, tokens and losses.
 """
 
+import hashlib
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ |= {
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",
-    "VERL_ENGINE_VENDOR": "rlhf_losses",
-    "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform",
-}
-alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-os.environ |= {name: value for name, value in alone.items() if name not in os.environ}
-
+import cpu_environment  # noqa: F401 (before verl)
+import numpy as np
 import torch
 import transformers
-from tiny_models import save_model
+from tiny_models import save_model, save_vision_model
 from torch import Tensor
 from verl import DataProto
+from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.distributed import initialize_global_process_group
-from verl.utils.model import compute_position_id_with_mask
-from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.utils.model import compute_position_id_with_mask, get_hf_auto_model_class
+from verl.workers.config import (
+    ActorConfig,
+    DistillationConfig,
+    DistillationLossConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+)
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
@@ -61,15 +62,32 @@ def tokens(vocab: int, seed: int) -> dict[str, Tensor]:
     }
 
 
-def by_transformers(folder: str, given: dict[str, Tensor], temperatures: Tensor) -> tuple[Tensor, Tensor]:
+def with_images(given: dict[str, Any], config: Any) -> None:
+    """One image of four tokens at the end of every prompt, and verl's four rows of positions, here all the text's."""
+    given["input_ids"][:, PROMPT - 4 : PROMPT] = config.image_token_id
+    given["position_ids"] = given["position_ids"][:, None].expand(-1, 4, -1).contiguous()
+    vision = config.vision_config
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.randn(SEQUENCES, 16, patch, generator=torch.Generator().manual_seed(0))
+    grid = torch.tensor([[1, 4, 4]])
+    images = [{"pixel_values": pixels[row], "image_grid_thw": grid} for row in range(SEQUENCES)]
+    given["multi_modal_inputs"] = np.array(images, dtype=object)
+
+
+def by_transformers(folder: str, given: dict[str, Any], temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """log-probs and entropy of the responses by the model's own logits, sequence by sequence, [SEQUENCES, RESPONSE]."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = get_hf_auto_model_class(config)
+    model = kind.from_pretrained(folder, attn_implementation="eager").eval()
     log_probs, entropy = torch.zeros(2, SEQUENCES, RESPONSE)
     for row in range(SEQUENCES):
         inside = given["attention_mask"][row].bool()
         ids = given["input_ids"][row, inside]
+        more = {}
+        if "multi_modal_inputs" in given:
+            more = given["multi_modal_inputs"][row] | {"position_ids": given["position_ids"][row, :, None, inside]}
         with torch.no_grad():
-            log_p = (model(ids[None]).logits[0].float() / temperatures[row]).log_softmax(-1)
+            log_p = (model(ids[None], **more).logits[0].float() / temperatures[row]).log_softmax(-1)
         count = int(inside[PROMPT:].sum())
         rows = slice(len(ids) - count - 1, len(ids) - 1)
         log_probs[row, :count] = log_p[rows].gather(1, ids[rows.start + 1 :, None])[:, 0]
@@ -91,11 +109,14 @@ def run(
     sum_of_squares: bool = False,
     entropy_coefficient: float = 0.01,
     lora: dict[str, Any] | None = None,
+    distillation: dict[str, Any] | None = None,
     reference: bool = False,
 ) -> dict[str, Any]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if rank == 0 and not (folder / "config.json").exists():
-        save_model(folder, getattr(transformers, f"{family}Config"), **(model or {}))
+        (save_vision_model if family == "Qwen2_5_VL" else save_model)(
+            folder, getattr(transformers, f"{family}Config"), **(model or {})
+        )
     torch.distributed.barrier()
     torch.manual_seed(0)
     model_config = HFModelConfig(
@@ -125,6 +146,11 @@ def run(
 
     given = tokens(model_config.hf_config.get_text_config().vocab_size, seed=rank // sequence_parallel)
     temperatures = given.pop("temperatures")
+    if family == "Qwen2_5_VL":
+        with_images(given, model_config.hf_config)
+    if distillation is not None:
+        teacher = torch.randn(*given["input_ids"].shape, 1000, generator=torch.Generator().manual_seed(rank))
+        given["teacher_logprobs"], given["teacher_ids"] = teacher.log_softmax(-1).topk(4)
     if not temperature_per_sample:
         temperatures = torch.full_like(temperatures, TEMPERATURE)
 
@@ -139,6 +165,7 @@ def run(
             "use_remove_padding": packed,
             "use_fused_kernels": fused,
             "calculate_entropy": True,
+            "distillation_use_topk": bool(more) and distillation is not None,
             "calculate_sum_pi_squared": sum_of_squares,
             "global_batch_size": SEQUENCES * world // sequence_parallel,
         }
@@ -155,14 +182,21 @@ def run(
     config = ActorConfig(
         strategy=strategy, rollout_n=1, ppo_micro_batch_size_per_gpu=2, entropy_coeff=entropy_coefficient
     )
+    loss = partial(ppo_loss, config=config)
+    if distillation is not None:
+        settings = DistillationConfig(distillation_loss=DistillationLossConfig(topk=4, **distillation))
+        loss = partial(distillation_ppo_loss, config=config, distillation_config=settings)
     result: dict[str, Any] = {"before": score(), "mask": given["response_mask"].bool(), "updates": []}
     for _ in range(2):
         with engine.train_mode():
             # Old log-probs a little off: some ratios are clipped.
             old = result["before"]["log_probs"] + 0.3 * torch.sin(torch.arange(RESPONSE))
-            output = engine.train_batch(batch(old_log_probs=old), loss_function=partial(ppo_loss, config=config))
-        metrics = output["metrics"]
-        result["updates"].append({"grad_norm": float(metrics["grad_norm"]), "loss": float(sum(output["loss"]))})
+            output = engine.train_batch(batch(old_log_probs=old), loss_function=loss)
+        if engine.is_mp_src_rank_with_outputs():
+            numbers = {name: x for name, x in output["metrics"].items() if "distillation" in name}
+            result["updates"].append(
+                {"grad_norm": float(output["metrics"]["grad_norm"]), "loss": float(sum(output["loss"])), **numbers}
+            )
     result["after"] = score()
     if reference and rank == 0:
         result["reference"] = by_transformers(str(folder), given, temperatures)
@@ -175,8 +209,11 @@ def main(cases: str, results: str, folder: str) -> None:
     for name, case in json.loads(Path(cases).read_text()).items():
         model = json.dumps([case.get("family"), case.get("model")])
         try:
-            found[name] = run(Path(folder) / f"{abs(hash(model))}", **case)
-        except Exception as error:  # a case may be there to be refused
+            found[name] = run(Path(folder) / hashlib.sha256(model.encode()).hexdigest()[:8], **case)
+        except Exception as error:
+            # A case may be there to be refused; of two ranks the other would wait for this one.
+            if torch.distributed.get_world_size() > 1:
+                raise
             found[name] = error
     if torch.distributed.get_rank() == 0:
         torch.save(found, results)

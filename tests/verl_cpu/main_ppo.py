@@ -5,24 +5,24 @@ functions of seeds, everything is fp32, a process computes on one thread and bat
 between two runs is what their variants differ in.
 """
 
+import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import psutil
 import pyarrow
 import pyarrow.parquet
 from transformers import LlamaConfig
-
 from verl_cpu.tiny_models import VOCAB, WORDS_START, save_model
 
 HERE = Path(__file__).resolve().parent
@@ -30,13 +30,16 @@ ROOT = HERE.parent.parent
 PROMPTS, PROMPT_WORDS, RESPONSE_TOKENS = 16, 6, 8
 PROMPTS_A_STEP, PROMPTS_AN_UPDATE, RESPONSES_A_PROMPT = 4, 2, 4
 LOG_LINES = 60
+# Metrics of time and memory, in which no two runs agree.
+MEASURED = ("timing_", "perf/", "actor/perf/")
 
 
-class Variant(NamedTuple):
-    """What sets a run apart from ``settings`` and ``environment``."""
+@dataclass(frozen=True)
+class Variant:
+    """What sets a run apart: over ``settings`` and over ``environment``."""
 
-    settings: dict[str, Any] = {}
-    environment: dict[str, str] = {}
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 UNFUSED = Variant()
@@ -53,13 +56,13 @@ FUSED = Variant(
 def train(
     folder: Path, variants: dict[str, Variant], steps: int, workers: int = 1, timeout: float = 240
 ) -> dict[str, list[dict[str, float]]]:
-    """By variant, the metrics that verl's file logger wrote, step by step.
+    """By variant, the metrics that verl's file logger wrote, step by step, less ``MEASURED``.
 
     The runs go at the same time: each is a chain of processes that start one after another, a core apiece.
     """
     _write_inputs(folder)
     deadline = time.monotonic() + timeout
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         runs = {
             name: stack.enter_context(_started(folder, name, variant, steps, workers))
             for name, variant in variants.items()
@@ -96,10 +99,10 @@ def _write_inputs(folder: Path) -> None:
 def _metrics(path: Path, steps: int) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, steps + 1)), f"{path.name}: steps are missing"
-    return [line["data"] for line in lines]
+    return [{key: x for key, x in line["data"].items() if not key.startswith(MEASURED)} for line in lines]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _started(folder: Path, name: str, variant: Variant, steps: int, workers: int) -> Iterator[subprocess.Popen]:
     """main_ppo in a session of its own, of which nothing is left afterwards."""
     # Ray's sockets lie some 60 characters below, and a socket's path has at most 107: no test's folder will do.
@@ -126,17 +129,22 @@ def _started(folder: Path, name: str, variant: Variant, steps: int, workers: int
 
 def _stop(process: subprocess.Popen) -> None:
     """First as Ctrl-C does, at which the driver stops Ray; then whatever is left of the session."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            pass
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(15)
+    # Ray's workers have process groups of their own, but the one session.
+    while left := [pid for pid in psutil.pids() if _session(pid) == process.pid]:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        time.sleep(0.1)
+
+
+def _session(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return None
 
 
 def settings(folder: Path, steps: int, workers: int) -> dict[str, Any]:
@@ -211,6 +219,7 @@ def environment(metrics: Path) -> dict[str, str]:
         "RAY_memory_monitor_refresh_ms": "0",
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",
+        "VERL_USE_EXTERNAL_PLUGINS": "none",
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform,verl_stub_rollout",
         "VERL_FILE_LOGGER_PATH": str(metrics),
     }

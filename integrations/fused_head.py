@@ -35,6 +35,8 @@ _SUSPICIOUS = re.compile(r"logit|lm_head|output_mult|unembed")
 _NOT_THE_HEAD = re.compile(r"^(attn|attention|router|image|moe)_|keep|aux|router")
 _CHECKED_TOKENS = 8
 _LOGITS_WORKSPACE_BYTES = 2**30
+# What this process has been told of its fused heads: an actor and a reference policy say it once.
+_said: set[str] = set()
 
 
 class HeadRequest:
@@ -313,9 +315,11 @@ class _FusedHead:
             )
         self.checked = True
         choice = backend_for(seen[0], self.options.backend)
-        print(
-            f"rlhf_losses: {type(model).__name__}'s head is computed by the {choice.name} back end ({choice.reason}), "
-            f"logit transform {self.transform or 'none'}; it agrees with the model's own logits within "
-            f"{max(errors.values()):.1e}",
-            flush=True,
+        what = (
+            f"{type(model).__name__.removeprefix('FSDP')}'s head is computed by the {choice.name} back end "
+            f"({choice.reason}), logit transform {self.transform or 'none'}"
         )
+        if what not in _said:
+            _said.add(what)
+            error = max(errors.values())
+            print(f"rlhf_losses: {what}; it agrees with the model's own logits within {error:.1e}", flush=True)

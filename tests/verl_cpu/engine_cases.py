@@ -193,7 +193,9 @@ def run(
             old = result["before"]["log_probs"] + 0.3 * torch.sin(torch.arange(RESPONSE))
             output = engine.train_batch(batch(old_log_probs=old), loss_function=loss)
         if engine.is_mp_src_rank_with_outputs():
-            numbers = {name: x for name, x in output["metrics"].items() if "distillation" in name}
+            numbers = {
+                name: sum(x) for name, x in output["metrics"].items() if "distillation" in name and type(x) is list
+            }
             result["updates"].append(
                 {"grad_norm": float(output["metrics"]["grad_norm"]), "loss": float(sum(output["loss"])), **numbers}
             )

@@ -43,6 +43,8 @@ class Variant:
 
 
 UNFUSED = Variant()
+# The same function, summed in another order: how far apart rounding alone takes two runs.
+EAGER = Variant({"+actor_rollout_ref.model.override_config.attn_implementation": "eager"})
 FUSED = Variant(
     {
         "actor_rollout_ref.model.external_lib": "rlhf_losses.integrations.verl",

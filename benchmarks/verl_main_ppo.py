@@ -3,8 +3,8 @@
     python benchmarks/verl_main_ppo.py --out benchmarks/results/NAME [--steps 12] [--workers 1]
 
 Writes NAME.json, the metrics of every step as verl's own logger has them, and NAME.png: the curves over each other,
-and below them by how much they differ. For scale there is a third run, unfused with eager attention, which sums the same
-terms in another order. No speed is measured here. It needs verl with its trainer, and matplotlib.
+and below them by how much they differ. For scale there is a third run, unfused with eager attention, which sums the
+same terms in another order. No speed is measured here. It needs verl with its trainer, and matplotlib.
 """
 
 import argparse
@@ -30,12 +30,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from verl_cpu.main_ppo import EAGER, FUSED, UNFUSED, train  # noqa: E402
 
-VARIANTS = {"unfused": UNFUSED, "unfused, eager attention": EAGER, "fused": FUSED}
+VARIANTS = {"unfused": UNFUSED, "eager": EAGER, "fused": FUSED}
 # How each is drawn; the fused run lies dashed on the unfused one.
 LINES = {
-    "unfused": {"color": "0.7", "linewidth": 5},
-    "unfused, eager attention": {"color": "tab:blue", "linewidth": 1.2},
-    "fused": {"color": "tab:red", "linewidth": 1.6, "linestyle": "--"},
+    "unfused": {"label": "unfused", "color": "0.7", "linewidth": 5},
+    "eager": {"label": "unfused, eager attention", "color": "tab:blue", "linewidth": 1.2},
+    "fused": {"label": "fused", "color": "tab:red", "linewidth": 1.6, "linestyle": "--"},
 }
 CURVES = {
     "critic/score/mean": "reward",
@@ -55,7 +55,7 @@ def draw(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
     for upper, lower, (key, title) in zip(above, below, CURVES.items(), strict=True):
         values = {name: [metrics[key] for metrics in run] for name, run in runs.items()}
         for name, curve in values.items():
-            upper.plot(steps, curve, label=name, **LINES[name])
+            upper.plot(steps, curve, **LINES[name])
             if name != "unfused":
                 apart = [abs(x - y) for x, y in zip(curve, values["unfused"], strict=True)]
                 lower.plot(steps, apart, **LINES[name], marker=".")

@@ -63,20 +63,24 @@ def train(
     The runs go at the same time: each is a chain of processes that start one after another, a core apiece.
     """
     _write_inputs(folder)
-    deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
-        runs = {
+        running = {
             name: stack.enter_context(_started(folder, name, variant, steps, workers))
             for name, variant in variants.items()
         }
-        for name, process in runs.items():
-            try:
-                status = process.wait(max(0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                status = f"none after {timeout:.0f} s"
-            if status != 0:
-                tail = (folder / f"{name}.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
-                raise RuntimeError("\n".join([f"main_ppo, {name}: expected exit status 0, got {status}; log:", *tail]))
+        deadline = time.monotonic() + timeout
+        while running:
+            for name, process in list(running.items()):
+                status = process.poll()
+                if status == 0:
+                    del running[name]
+                elif status is not None or time.monotonic() > deadline:
+                    tail = (folder / f"{name}.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
+                    found = f"no exit in {timeout:.0f} s" if status is None else f"exit status {status}"
+                    raise RuntimeError(
+                        "\n".join([f"main_ppo, {name}: expected exit status 0, got {found}; log:", *tail])
+                    )
+            time.sleep(0.2)
     return {name: _metrics(folder / f"{name}.jsonl", steps) for name in variants}
 
 

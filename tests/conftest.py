@@ -37,10 +37,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    if HAS_CUDA:
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("slow") and "slow" not in config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason=f"{item.name} takes minutes; run it with -m slow"))
+        if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason=f"{item.name} needs a CUDA device"))
             config.stash[_skipped].append(item.name)
 

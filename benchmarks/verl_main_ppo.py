@@ -4,8 +4,8 @@
 
 Writes NAME.json, the metrics of every step as verl's own logger has them, and NAME.png: the curves over each other,
 and below them by how much they differ. For scale there is a third run, unfused with eager attention, which sums the
-same terms in another order. Where a draw falls between the roundings of two runs, their samples part, and all else with
-them: that is once in some thousand tokens' worth of 1e-6. No speed is measured here. It needs verl with its trainer, and matplotlib.
+same terms in another order. Where a draw falls between the roundings of two runs, their samples part, and with them
+all that follows. No speed is measured here. It needs verl with its trainer, and matplotlib.
 """
 
 import argparse

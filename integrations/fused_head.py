@@ -265,45 +265,39 @@ class _FusedHead:
             head.forward = MethodType(_lora_head_forward, head)
         for name in ("labels", "logits_to_keep", "return_dict"):
             kwargs.pop(name, None)
-        if not self.checked:
-            self.check(model, head, original, args, kwargs)
         body = getattr(model, model.base_model_prefix)
-        hidden_states = body(*args, return_dict=True, **kwargs)[0]
-        scores = head(hidden_states, request=request, score=self.score)
-        return ScoredTokens(**scores)
+        output = body(*args, return_dict=True, **kwargs)
+        if not self.checked:
+            self.check(model, head, body, output, functools.partial(original, *args, **kwargs))
+        return ScoredTokens(**head(output[0], request=request, score=self.score))
 
     @torch.no_grad()
-    def check(self, model: nn.Module, head: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Hold the scores of a few tokens against the model's own logits.
+    def check(self, model: nn.Module, head: nn.Module, body: nn.Module, output: ModelOutput, own: Callable) -> None:
+        """Hold the scores of a few of the body's hidden states against the logits that the model makes of them.
 
-        With images or other inputs that can't be cut short the check waits for a call without.
+        The model's own forward runs with a body that answers at once. So it needs no second pass, draws no random
+        numbers, and asks of other ranks what any call of the head does.
         Raises ValueError with the numbers where they differ.
         """
-        given = {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
-        if args or not given.keys() <= {"input_ids", "attention_mask", "position_ids"} or "input_ids" not in given:
-            return
-        short = kwargs | {name: x[..., :_CHECKED_TOKENS] for name, x in given.items()}
-        seen: list[Tensor] = []
-        hook = head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-        device = given["input_ids"].device
-        training = head.training
+        hidden_states = output[0][..., :_CHECKED_TOKENS, :].detach()
+        short = type(output)(**{**output, next(iter(output)): hidden_states})
+        training, replaced = head.training, vars(body).get("forward")
+        head.eval()  # LoRA's dropout
+        body.forward = lambda *args, **kwargs: short
         try:
-            # A dropout in the body draws numbers that the training would have drawn.
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                head.eval()
-                logits = original(**short).logits
+            logits = own().logits
+            labels = logits.argmax(-1)
+            names = ("log_probs", "entropy", "logsumexp")
+            scores = head(hidden_states, request=HeadRequest(labels, outputs=names), score=self.score)
         finally:
+            del body.forward
+            if replaced is not None:
+                body.forward = replaced
             head.train(training)
-            hook.remove()
-        labels = short["input_ids"]
-        names = ("log_probs", "entropy", "logsumexp")
-        head.eval()
-        scores = head(seen[0], request=HeadRequest(labels, outputs=names), score=self.score)
-        head.train(training)
         z = logits.float()
         log_p = z.log_softmax(-1)
-        own = (log_p.gather(-1, labels[..., None])[..., 0], torch.special.entr(log_p.exp()).sum(-1), z.logsumexp(-1))
-        errors = {name: (scores[name] - x).abs().max().item() for name, x in zip(names, own, strict=True)}
+        wanted = (log_p.gather(-1, labels[..., None])[..., 0], torch.special.entr(log_p.exp()).sum(-1), z.logsumexp(-1))
+        errors = {name: (scores[name] - x).abs().max().item() for name, x in zip(names, wanted, strict=True)}
         # The model rounds its logits to their type, up to four times (product, scale, cap); a GPU may take TF32.
         eps = max(torch.finfo(logits.dtype).eps, 2.0**-11)
         bound = 4 * eps * max(1.0, z.abs().max().item())
@@ -314,7 +308,7 @@ class _FusedHead:
                 f"config does not say ({self.transform or 'nothing'} was read from it): train it without the fused head"
             )
         self.checked = True
-        choice = backend_for(seen[0], self.options.backend)
+        choice = backend_for(hidden_states, self.options.backend)
         what = (
             f"{type(model).__name__.removeprefix('FSDP')}'s head is computed by the {choice.name} back end "
             f"({choice.reason}), logit transform {self.transform or 'none'}"

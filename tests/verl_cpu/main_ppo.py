@@ -73,7 +73,7 @@ def train(
             for name, process in list(running.items()):
                 status = process.poll()
                 if status == 0:
-                    del running[name]
+                    _stop(running.pop(name))
                 elif status is not None or time.monotonic() > deadline:
                     tail = (folder / f"{name}.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
                     found = f"no exit in {timeout:.0f} s" if status is None else f"exit status {status}"
@@ -130,7 +130,9 @@ def _started(folder: Path, name: str, variant: Variant, steps: int, workers: int
         try:
             yield process
         finally:
-            _stop(process)
+            # One that ended well was stopped there and then; by now its id may be somebody else's.
+            if process.returncode != 0:
+                _stop(process)
 
 
 def _stop(process: subprocess.Popen) -> None:
@@ -155,10 +157,8 @@ def _session(pid: int) -> int | None:
 
 def settings(folder: Path, steps: int, workers: int) -> dict[str, Any]:
     """What differs from verl's defaults; a key with a plus is one that they do not have."""
-    model, actor, rollout, ray = (
-        *(f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout")),
-        "ray_kwargs.ray_init",
-    )
+    model, actor, rollout = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
+    ray = "ray_kwargs.ray_init"
     return {
         "algorithm.adv_estimator": "grpo",
         "data.train_files": folder / "prompts.parquet",
@@ -203,8 +203,8 @@ def settings(folder: Path, steps: int, workers: int) -> dict[str, Any]:
         f"+{ray}.address": "local",
         f"+{ray}.include_dashboard": False,
         f"+{ray}.object_store_memory": 2**28,
+        # verl asks Ray for a CPU an actor and a GPU a worker; Ray believes what it is told.
         f"{ray}.num_cpus": 16,
-        # verl asks Ray for a GPU a worker; Ray believes what it is told.
         f"+{ray}.num_gpus": workers,
         "hydra.output_subdir": "null",
     }

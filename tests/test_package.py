@@ -116,11 +116,15 @@ def test_public_names_are_pinned():
     assert sorted(rlhf_losses.__all__) == [
         "BackendChoice",
         "LogitTransform",
+        "LossOutput",
+        "PolicyBatch",
+        "PolicyLossConfig",
         "TokenStats",
         "backend_for",
         "check",
         "linear_log_probs",
         "log_probs_from_logits",
+        "policy_loss",
     ]
     assert all(hasattr(rlhf_losses, name) for name in rlhf_losses.__all__)
 

@@ -1,0 +1,287 @@
+"""From token statistics to a policy loss: mask, loss, rollout weights, entropy bonus, KL penalty, aggregation, metrics.
+
+    stats = linear_log_probs(hidden_states, weight, labels, mask=mask, temperature=temperature)
+    batch = PolicyBatch(advantages=advantages, old_log_probs=old_log_probs, mask=mask)
+    loss, metrics = policy_loss(stats, batch, PolicyLossConfig.preset("dapo", entropy_coefficient=0.001))
+    loss.backward()
+
+Plain torch on [N] vectors, on any device, without waiting for it (clip-cov and kl-cov apart).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_losses.aggregation import AGGREGATIONS, Sequences, token_weights
+from rlhf_losses.kernels.statistics import TokenStats
+from rlhf_losses.policy_losses import LOG_RATIO_BOUND, POLICY_LOSSES, Metrics, Tokens
+
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+ROLLOUT_CORRECTIONS = tuple(
+    f"{level}-{how}" for level in ("token", "sequence", "geometric") for how in ("truncate", "mask")
+)
+PRESETS: dict[str, dict[str, Any]] = {
+    "ppo": {"dual_clip": None},
+    "grpo": {"aggregation": "seq-mean-token-mean", "dual_clip": None, "kl_coefficient": 0.04, "kl_estimator": "k3"},
+    "dapo": {"aggregation": "token-mean", "clip_high": 0.28, "dual_clip": None},
+    "dr-grpo": {"aggregation": "seq-mean-token-sum-norm", "dual_clip": None},
+    "gspo": {"loss": "gspo", "aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "sapo": {"loss": "sapo", "aggregation": "seq-mean-token-mean"},
+    "gmpo": {"loss": "gmpo", "aggregation": "seq-mean-token-mean", "clip_low": 0.4, "clip_high": 0.4},
+    "gpg": {"loss": "reinforce"},
+}
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """Which loss, and its numbers; every field has the meaning of the paper that the loss names.
+
+    loss                a key of ``POLICY_LOSSES``
+    aggregation         one of ``AGGREGATIONS`` (aggregation.py has the formulas); norm_length for the last of them
+    clip_low, clip_high distance of the ratio's bounds from 1 (of the divergence, for dppo-*; of the log-ratio, gmpo)
+    dual_clip           bound of the ratio for negative advantages, None for none
+    ratio_bound         of dppo-*: the largest ratio that weighs a token
+    tau_*               temperatures of sapo, by the sign of the advantage
+    cov_*               clip-cov's and kl-cov's share of tokens, bounds, and coefficient
+    entropy_coefficient bonus: minus this times the entropy; at 0 the entropy gets no gradient
+    kl_coefficient      penalty against ``batch.ref_log_probs`` by ``kl_estimator`` (Schulman 2020): k1 = l - l_ref,
+                        abs its absolute value, k2 half its square, k3 = exp(-k1) + k1 - 1; a "+" takes the value of one
+                        with the gradient of k2, which is the KL's
+    rollout_correction  weight exp(l_old - l_rollout) of ``batch.rollout_log_probs``, per token, of the sequence's
+                        product or of its geometric mean; "truncate" bounds it by rollout_high, "mask" drops what lies
+                        outside of [rollout_low, rollout_high]. None for none
+
+    Raises ValueError for unknown names and numbers out of range.
+    """
+
+    loss: str = "ppo"
+    aggregation: str = "token-mean"
+    norm_length: float | None = None
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    ratio_bound: float = 20.0
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    cov_fraction: float = 0.0002
+    cov_bounds: tuple[float, float] = (1.0, 5.0)
+    cov_kl_coefficient: float = 1.0
+    dro_beta: float = 0.0
+    entropy_coefficient: float = 0.0
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    rollout_correction: str | None = None
+    rollout_low: float = 0.0
+    rollout_high: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("loss", self.loss, tuple(POLICY_LOSSES)),
+            ("aggregation", self.aggregation, AGGREGATIONS),
+            ("kl_estimator", self.kl_estimator, KL_ESTIMATORS),
+            ("rollout_correction", self.rollout_correction, (None, *ROLLOUT_CORRECTIONS)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip: expected a ratio > 1 or None, got {self.dual_clip}")
+        if not (0 < self.cov_fraction <= 1 and self.clip_low >= 0 and self.clip_high >= 0):
+            raise ValueError(
+                f"expected 0 < cov_fraction <= 1, clip_low >= 0 and clip_high >= 0, got {self.cov_fraction}, "
+                f"{self.clip_low}, {self.clip_high}"
+            )
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> "PolicyLossConfig":
+        """The settings of a paper, with some of them changed; ``PRESETS`` lists them."""
+        if name not in PRESETS:
+            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}")
+        return replace(cls(**PRESETS[name]), **changes)
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """What a policy loss needs beside the statistics; tensors are shaped like them.
+
+    Padded [B, T]: a row is a sequence. Packed [N]: ``cu_seqlens`` [B + 1], int, tells where sequences begin; without it
+    all is one. Nested (jagged): as they are.
+
+    advantages         of each token
+    mask               tokens that count: bool or 0/1; all if None. What the others hold does not matter
+    old_log_probs      of the policy that is improved on; None on the policy itself, where the ratio is 1
+    ref_log_probs      of the reference policy, for kl_coefficient
+    rollout_log_probs  as the sampler computed them, for rollout_correction
+    num_tokens, num_sequences, data_parallel_size: counts of the global batch, see aggregation.py
+    """
+
+    advantages: Tensor
+    mask: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    num_tokens: float | Tensor | None = None
+    num_sequences: float | Tensor | None = None
+    data_parallel_size: int = 1
+
+
+class LossOutput(NamedTuple):
+    """``loss`` is a scalar with gradient; ``metrics`` are scalar tensors without, means over the tokens that count."""
+
+    loss: Tensor
+    metrics: Metrics
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
+    """Per-token estimate of KL(pi || ref); the estimators are listed at ``PolicyLossConfig``.
+
+    Source: http://joschu.net/blog/kl-approx.html.
+    """
+    difference = log_probs - ref_log_probs
+    base = estimator.removesuffix("+")
+    if base == "k1":
+        value = difference
+    elif base == "abs":
+        value = difference.abs()
+    elif base == "k2":
+        value = 0.5 * difference.square()
+    else:
+        bounded = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        value = (bounded.exp() - bounded - 1).clamp(-10, 10)
+    if estimator == base:
+        return value
+    k2 = 0.5 * difference.square()
+    return k2 - k2.detach() + value.detach()
+
+
+def policy_loss(token_stats: TokenStats, batch: PolicyBatch, config: PolicyLossConfig) -> LossOutput:
+    """The loss of ``config`` on a (micro-)batch, and the metrics to watch.
+
+    token_stats.entropy is needed for entropy_coefficient, and reported where it is there.
+
+    Raises ValueError for shapes that do not fit and for a tensor that the config needs and the batch lacks.
+    """
+    log_probs = token_stats.log_probs
+    if log_probs is None:
+        raise ValueError("token_stats: expected log_probs, got None; ask linear_log_probs for them")
+    sequences = _sequences(log_probs, batch.cu_seqlens)
+    flat = _Flat(log_probs)
+    mask = flat("mask", batch.mask)
+    mask = torch.ones_like(sequences.index, dtype=torch.bool) if mask is None else mask != 0
+
+    def kept(name: str, values: Tensor | None) -> Tensor | None:
+        values = flat(name, values)
+        if values is None:
+            return None
+        return torch.where(mask, values.to(torch.promote_types(values.dtype, torch.float32)), 0.0)
+
+    l = kept("log_probs", log_probs)
+    old = kept("old_log_probs", batch.old_log_probs)
+    advantages = kept("advantages", batch.advantages)
+    assert l is not None
+    assert advantages is not None
+    tokens = Tokens(l, l.detach() if old is None else old.detach(), advantages.detach(), mask, sequences)
+    values, metrics = POLICY_LOSSES[config.loss].function(tokens, config)
+    if config.rollout_correction is not None:
+        rollout = _needed("rollout_log_probs", kept("rollout_log_probs", batch.rollout_log_probs), "rollout_correction")
+        keep, weight = _rollout_weights(tokens, rollout, config)
+        values = torch.where(keep, values * weight, 0.0)
+        metrics |= {"rollout_weight": tokens.mean(weight), "rollout_dropped": tokens.mean(~keep)}
+
+    weights = token_weights(
+        mask,
+        sequences,
+        config.aggregation,
+        num_tokens=batch.num_tokens,
+        num_sequences=batch.num_sequences,
+        data_parallel_size=batch.data_parallel_size,
+        norm_length=config.norm_length,
+    )
+
+    def aggregate(per_token: Tensor) -> Tensor:
+        return torch.where(mask, per_token * weights, 0.0).sum()
+
+    loss = aggregate(values)
+    metrics["policy_loss"] = loss.detach()
+    entropy = kept("entropy", token_stats.entropy)
+    if config.entropy_coefficient != 0:
+        loss = loss - config.entropy_coefficient * aggregate(_needed("entropy", entropy, "entropy_coefficient"))
+    if entropy is not None:
+        metrics["entropy"] = tokens.mean(entropy)
+    if config.kl_coefficient != 0:
+        ref = _needed("ref_log_probs", kept("ref_log_probs", batch.ref_log_probs), "kl_coefficient")
+        kl = kl_penalty(l, ref.detach(), config.kl_estimator)
+        loss = loss + config.kl_coefficient * aggregate(kl)
+        metrics["kl"] = tokens.mean(kl)
+    ratio = tokens.ratio.detach()
+    metrics |= {
+        "approx_kl": tokens.mean(-tokens.log_ratio),
+        "ratio_mean": tokens.mean(ratio),
+        "ratio_min": torch.where(mask, ratio, torch.inf).amin() if len(ratio) else ratio.sum(),
+        "ratio_max": torch.where(mask, ratio, 0.0).amax() if len(ratio) else ratio.sum(),
+    }
+    return LossOutput(loss, metrics)
+
+
+def _needed(name: str, values: Tensor | None, by: str) -> Tensor:
+    if values is None:
+        raise ValueError(f"{name}: expected a tensor, since {by} is set, got None")
+    return values
+
+
+def _rollout_weights(tokens: Tokens, rollout: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Tensor]:
+    """Which tokens stay, and the weights [N] of those; of the rollout's policy against the one that is improved on."""
+    assert config.rollout_correction is not None
+    level, how = config.rollout_correction.split("-")
+    log_weight = tokens.old_log_probs - rollout.detach()
+    if level == "sequence":
+        log_weight = tokens.sequences.spread(tokens.sequences.sum(log_weight))
+    elif level == "geometric":
+        log_weight = tokens.sequences.spread(tokens.sequences.mean(log_weight, tokens.mask))
+    weight = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    if how == "truncate":
+        return torch.ones_like(tokens.mask), weight.clamp(max=config.rollout_high)
+    return (weight >= config.rollout_low) & (weight <= config.rollout_high), weight
+
+
+class _Flat:
+    """Tensors shaped like one of them, as [N] vectors."""
+
+    def __init__(self, like: Tensor):
+        self.like = like
+
+    def __call__(self, name: str, values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        if self.like.is_nested != values.is_nested:
+            raise ValueError(f"{name}: expected a {'nested' if self.like.is_nested else 'plain'} tensor like log_probs")
+        if self.like.is_nested:
+            values, like = values.values(), self.like.values()
+        else:
+            like = self.like
+        if values.shape != like.shape:
+            raise ValueError(f"{name}: expected {list(like.shape)}, the shape of log_probs, got {list(values.shape)}")
+        return values.reshape(-1)
+
+
+def _sequences(like: Tensor, cu_seqlens: Tensor | None) -> Sequences:
+    if like.is_nested:
+        cu_seqlens, total = like.offsets(), like.values().shape[0]
+    elif like.dim() == 2 and cu_seqlens is None:
+        rows, width = like.shape
+        return Sequences(torch.arange(rows, device=like.device).repeat_interleave(width), rows)
+    elif like.dim() == 1:
+        total = like.shape[0]
+        if cu_seqlens is None:
+            return Sequences(torch.zeros(total, dtype=torch.int64, device=like.device), 1)
+    else:
+        raise ValueError(
+            f"log_probs: expected [B, T], nested, or [N] with cu_seqlens, got {list(like.shape)}"
+            + ("" if cu_seqlens is None else " with cu_seqlens")
+        )
+    places = torch.arange(total, device=like.device)
+    index = torch.searchsorted(cu_seqlens[1:].to(places).contiguous(), places, right=True)
+    return Sequences(index, len(cu_seqlens) - 1)

@@ -1,0 +1,211 @@
+"""The policy-gradient losses, one function each: per-token values [N] from log-probabilities and advantages.
+
+Notation: l = log pi(y), l_old that of the policy that is improved on, r = exp(l - l_old), A the advantage, sg stops the
+gradient. A function gets ``Tokens``, whose masked entries are harmless zeros, and the config; it returns the values to
+be aggregated and its metrics. Exponents are clamped in log space to 20, where a ratio is 5e8.
+
+A new loss is one function here and a row in tests/test_policy.py. One whose value at a token depends on other tokens
+says ``mixes_tokens=True``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_losses.aggregation import Sequences
+
+if TYPE_CHECKING:
+    from rlhf_losses.policy import PolicyLossConfig
+
+LOG_RATIO_BOUND = 20.0
+Metrics = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """[N] each; where ``mask`` is False, log_probs, old_log_probs and advantages are 0 and have no gradient."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    sequences: Sequences
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.log_probs - self.old_log_probs
+
+    @property
+    def ratio(self) -> Tensor:
+        return self.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Over the tokens that count, without gradient; 0 where none does."""
+        kept = torch.where(self.mask, values.detach().float(), 0.0)
+        return kept.sum() / self.mask.sum().clamp(min=1)
+
+
+class PolicyLoss(NamedTuple):
+    function: Callable[[Tokens, "PolicyLossConfig"], tuple[Tensor, Metrics]]
+    mixes_tokens: bool
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+
+
+def _loss(name: str, mixes_tokens: bool = False) -> Callable:
+    def register(function: Callable) -> Callable:
+        POLICY_LOSSES[name] = PolicyLoss(function, mixes_tokens)
+        return function
+
+    return register
+
+
+def _clipped(ratio: Tensor, config: "PolicyLossConfig") -> Tensor:
+    return ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+
+
+@_loss("ppo")
+def ppo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A ``dual_clip``.
+
+    PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; separate bounds, DAPO, arXiv:2503.14476.
+    """
+    plain, clipped = -t.advantages * t.ratio, -t.advantages * _clipped(t.ratio, c)
+    values = torch.maximum(plain, clipped)
+    metrics = {"clip_fraction": t.mean(clipped > plain)}
+    if c.dual_clip is not None:
+        most = -t.advantages * c.dual_clip
+        metrics["dual_clip_fraction"] = t.mean((values > most) & (t.advantages < 0))
+        values = torch.where(t.advantages < 0, torch.minimum(most, values), values)
+    return values, metrics
+
+
+@_loss("gspo", mixes_tokens=True)
+def gspo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """PPO's clip of s = exp(l - sg(l) + sg(mean over the sequence of l - l_old)). GSPO-token, arXiv:2507.18071."""
+    mean = t.sequences.spread(t.sequences.mean(t.log_ratio.detach(), t.mask))
+    ratio = (t.log_probs - t.log_probs.detach() + mean).clamp(max=10.0).exp()
+    plain, clipped = -t.advantages * ratio, -t.advantages * _clipped(ratio, c)
+    return torch.maximum(plain, clipped), {"clip_fraction": t.mean(clipped > plain)}
+
+
+@_loss("cispo")
+def cispo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """-sg(clip(r, 1 - low, 1 + high)) A l. CISPO, arXiv:2506.13585."""
+    clipped = _clipped(t.ratio, c)
+    return -clipped.detach() * t.advantages * t.log_probs, {"clip_fraction": t.mean(clipped != t.ratio)}
+
+
+@_loss("sapo")
+def sapo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A. SAPO, arXiv:2511.20347."""
+    tau = torch.where(t.advantages > 0, c.tau_positive, c.tau_negative)
+    return -t.advantages * torch.sigmoid(tau * (t.ratio - 1)) * (4 / tau), {}
+
+
+@_loss("reinforce")
+def reinforce(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """-A l: REINFORCE (Williams 1992), and GPG (arXiv:2504.02546), whose rescaling lies in the advantages.
+
+    Off the policy that sampled, weigh it: ``rollout_correction``.
+    """
+    return -t.advantages * t.log_probs, {}
+
+
+@_loss("gmpo", mixes_tokens=True)
+def gmpo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """-A exp(mean over the sequence of the log-ratio, clipped to [-low, high] where that lowers A r), per sequence.
+
+    That is, -A times the geometric mean of the ratios; A is the sequence's mean. GMPO, arXiv:2507.20673.
+    """
+    if c.aggregation != "seq-mean-token-mean":
+        raise ValueError(
+            f"gmpo is a loss of whole sequences: expected aggregation 'seq-mean-token-mean', got {c.aggregation!r}"
+        )
+    sign = t.advantages.sign()
+    clipped = t.log_ratio.clamp(-c.clip_low, c.clip_high)
+    least = sign * torch.minimum(sign * t.log_ratio, sign * clipped)
+    ratio = t.sequences.mean(least, t.mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    values = -t.sequences.mean(t.advantages, t.mask) * ratio
+    outside = clipped != t.log_ratio
+    metrics = {
+        "clip_fraction": t.mean(outside & (t.advantages > 0)),
+        "clip_fraction_low": t.mean(outside & (t.advantages < 0)),
+    }
+    return t.sequences.spread(values), metrics
+
+
+def _divergence_masked(t: Tokens, c: "PolicyLossConfig", valid: Tensor) -> tuple[Tensor, Metrics]:
+    """-sg(min(r, bound)) A l where ``valid``, else 0."""
+    ratio = t.ratio.detach()
+    values = torch.where(valid, -t.advantages * ratio.clamp(max=c.ratio_bound) * t.log_probs, 0.0)
+    bounded = valid & (ratio > c.ratio_bound)
+    return values, {"clip_fraction": t.mean(~valid), "bounded_fraction": t.mean(bounded)}
+
+
+@_loss("dppo-tv")
+def dppo_tv(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """Tokens stay while |p - p_old|, in the direction that A pushes, is at most clip_high (up) or clip_low (down).
+
+    DPPO with the binary total variation, arXiv:2602.04879; the ratio is bounded and has no gradient.
+    """
+    moved = t.log_probs.detach().exp() - t.old_log_probs.exp()
+    return _divergence_masked(t, c, torch.where(t.advantages > 0, moved <= c.clip_high, moved >= -c.clip_low))
+
+
+@_loss("dppo-kl")
+def dppo_kl(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """As dppo-tv with the binary KL p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). arXiv:2602.04879."""
+    l, old = t.log_probs.detach(), t.old_log_probs
+    p, p_old = l.exp(), old.exp()
+    kl = p_old * (old - l) + (1 - p_old) * torch.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
+    up, down = (kl <= c.clip_high) | (p <= p_old), (kl <= c.clip_low) | (p >= p_old)
+    return _divergence_masked(t, c, torch.where(t.advantages > 0, up, down))
+
+
+def _covariance(t: Tokens) -> Tensor:
+    """(A - mean A)(l - mean l) of each token that counts, without gradient."""
+    return (t.advantages - t.mean(t.advantages)) * (t.log_probs.detach() - t.mean(t.log_probs))
+
+
+@_loss("clip-cov", mixes_tokens=True)
+def clip_cov(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """PPO's clip; of the tokens it leaves whose covariance lies in cov_bounds, a random share cov_fraction gets 0.
+
+    Clip-Cov, arXiv:2505.22617. The draw is torch's on the CPU; covariances are over the tokens of this call.
+    """
+    plain, clipped = -t.advantages * t.ratio, -t.advantages * _clipped(t.ratio, c)
+    covariance = _covariance(t)
+    low, high = c.cov_bounds
+    candidates = (t.mask & ~(clipped > plain) & (covariance > low) & (covariance < high)).nonzero().squeeze(1)
+    number = min(max(int(c.cov_fraction * t.mask.sum()), 1), len(candidates))
+    chosen = candidates[torch.randperm(len(candidates)).to(candidates.device)[:number]]
+    dropped = torch.zeros_like(t.mask).index_fill(0, chosen, True)
+    values = torch.where(dropped, 0.0, torch.maximum(plain, clipped))
+    return values, {"clip_fraction": t.mean(dropped)}
+
+
+@_loss("kl-cov", mixes_tokens=True)
+def kl_cov(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """-A r, plus cov_kl_coefficient |l - l_old| at the share cov_fraction of tokens with the largest covariance.
+
+    KL-Cov, arXiv:2505.22617; covariances are over the tokens of this call.
+    """
+    covariance = torch.where(t.mask, _covariance(t), -torch.inf)
+    count = int(t.mask.sum())
+    number = max(1, int(c.cov_fraction * count)) if count else 0
+    chosen = torch.zeros_like(t.mask).index_fill(0, covariance.topk(number).indices, True)
+    penalty = torch.where(chosen, c.cov_kl_coefficient * t.log_ratio.abs(), 0.0)
+    return -t.advantages * t.ratio + penalty, {"penalized_fraction": t.mean(chosen)}
+
+
+@_loss("dro")
+def dro(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """-(A l - beta / 2 (l - l_old)^2). DRO, arXiv:2405.19107."""
+    if not c.dro_beta > 0:
+        raise ValueError(f"dro: expected dro_beta > 0, got {c.dro_beta}")
+    return -(t.advantages * t.log_probs - 0.5 * c.dro_beta * t.log_ratio.square()), {}

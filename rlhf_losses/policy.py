@@ -269,7 +269,8 @@ class _Flat:
 
 def _sequences(like: Tensor, cu_seqlens: Tensor | None) -> Sequences:
     if like.is_nested:
-        cu_seqlens, total = like.offsets(), like.values().shape[0]
+        offsets: Tensor = like.offsets()  # type: ignore[attr-defined]  # torch's stubs know plain tensors alone
+        cu_seqlens, total = offsets, like.values().shape[0]
     elif like.dim() == 2 and cu_seqlens is None:
         rows, width = like.shape
         return Sequences(torch.arange(rows, device=like.device).repeat_interleave(width), rows)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from rlhf_losses import backend_for, linear_log_probs
-from rlhf_losses.integrations.logit_chunks import of_logits
+from rlhf_losses.integrations.logit_chunks import in_chunks
 
 # Keys of a config that say what is done to the logits, as arguments of linear_log_probs.
 _TRANSFORMS: dict[str, Callable[[float], dict[str, float]]] = {
@@ -34,7 +34,7 @@ _TRANSFORMS: dict[str, Callable[[float], dict[str, float]]] = {
 _SUSPICIOUS = re.compile(r"logit|lm_head|output_mult|unembed")
 _NOT_THE_HEAD = re.compile(r"^(attn|attention|router|image|moe)_|keep|aux|router")
 _CHECKED_TOKENS = 8
-_LOGITS_WORKSPACE_BYTES = 2**30
+_LOGITS_WORKSPACE_BYTES = 512 * 2**20
 # What this process has been told of its fused heads: an actor and a reference policy say it once.
 _said: set[str] = set()
 
@@ -84,6 +84,16 @@ class HeadOptions:
     workspace_bytes: int | None = None
     validate: str = "async"
 
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("backend", self.backend, ("auto", "triton", "chunked", "reference")),
+            ("validate", self.validate, ("async", "sync", "off")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+        if self.workspace_bytes is not None and not (type(self.workspace_bytes) is int and self.workspace_bytes > 0):
+            raise ValueError(f"workspace_bytes: expected an integer > 0 or None, got {self.workspace_bytes!r}")
+
 
 def logit_transform(config: Any) -> dict[str, float]:
     """softcap and logit_scale of a transformers config, of its text config where it has one.
@@ -125,14 +135,18 @@ def fuse_head(
     name = type(model).__name__
     head = model.get_output_embeddings()
     body = getattr(model, model.base_model_prefix, None)
+    _refuse_second_owner(model, head)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise ValueError(f"{name}: expected a head that is an nn.Linear, got {type(head).__name__}")
+        kind = type(head)
+        raise ValueError(
+            f"{name}: expected a head that is an nn.Linear, got {kind.__module__}.{kind.__qualname__}; fuse the head "
+            "before adapters are put around it"
+        )
     if not isinstance(body, nn.Module) or any(module is head for module in body.modules()):
         raise ValueError(
             f"{name}: expected a body under {model.base_model_prefix!r} that ends in hidden states, got "
             f"{type(body).__name__}"
         )
-    _refuse_second_owner(model)
     model._fused_head = _FusedHead(options or HeadOptions(), logit_transform(model.config), translate)
     # A copy of the head (PEFT's modules_to_save) copies this method, bound to the copy.
     head.forward = MethodType(_head_forward, head)
@@ -145,15 +159,23 @@ def fuse_head(
     model.forward = MethodType(forward, model)
 
 
-def _refuse_second_owner(model: nn.Module) -> None:
-    forwards = [type(model).forward, vars(model).get("forward")]
-    for forward in (getattr(x, "__func__", x) for x in forwards if x is not None):
-        module, name = getattr(forward, "__module__", "") or "", getattr(forward, "__name__", "")
-        verls = name in ("forward_with_torch_backend", "forward_with_triton_backend")
-        if verls or module.startswith("liger_kernel") or fused_head_of(model) is not None:
+def _refuse_second_owner(model: nn.Module, head: nn.Module) -> None:
+    """A forward that is not transformers' own would be passed over, on the instance, or have its head taken away."""
+    name = type(model).__name__
+    if fused_head_of(model) is not None:
+        raise ValueError(f"{name}: expected one owner of its head, but it has been fused already")
+    forward = type(model).forward
+    verls = forward.__name__ in ("forward_with_torch_backend", "forward_with_triton_backend")
+    if verls or forward.__module__.startswith("liger_kernel"):
+        raise ValueError(
+            f"{name}: expected one owner of its head, but its forward is {forward.__module__}.{forward.__name__}; "
+            "switch the other fused linear cross entropy off (use_liger's, or a second impl_backend)"
+        )
+    for what, module in (("it", model), ("its head", head)):
+        if "forward" in vars(module):
             raise ValueError(
-                f"{type(model).__name__}: expected one owner of its head, but its forward is already {module}.{name}; "
-                "switch the other fused linear cross entropy off (use_liger's, or a second impl_backend)"
+                f"{name}: expected the forward of its class, but {what} has one of its own, which would be lost "
+                f"({vars(module)['forward']!r}; accelerate's hooks and some patches put it there); fuse the head first"
             )
 
 
@@ -167,6 +189,8 @@ def _lora_head_forward(self: nn.Module, hidden_states: Tensor, *args, request=No
     """PEFT's LoRA layer around the head: h W' + s (dropout(h) A') B' is one product of wider operands."""
     if request is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
+    if self.disable_adapters and self.merged:
+        self.unmerge()  # as PEFT's own forward does
     base = self.get_base_layer()
     hidden, weight = [hidden_states], [base.weight]
     if not (self.disable_adapters or self.merged):
@@ -174,15 +198,11 @@ def _lora_head_forward(self: nn.Module, hidden_states: Tensor, *args, request=No
             if name not in self.lora_A:
                 continue
             down, up = self.lora_A[name], self.lora_B[name]
-            if (
-                self.use_dora.get(name)
-                or up.bias is not None
-                or type(up) is not nn.Linear
-                or type(down) is not nn.Linear
-            ):
+            variant = self.use_dora.get(name) or getattr(self, "lora_variant", {}).get(name)
+            if variant or up.bias is not None or not all(type(x) is nn.Linear for x in (up, down)):
                 raise ValueError(
-                    f"adapter {name!r} on the head: expected a plain LoRA pair of nn.Linear, got {type(up).__name__} "
-                    "(DoRA, lora_bias and FSDP1-wrapped adapters are not served); exclude lm_head from target_modules"
+                    f"adapter {name!r} on the head: expected a plain LoRA pair of nn.Linear, got {variant or up}; DoRA, "
+                    "lora_bias and FSDP1-wrapped adapters are not served: keep them off lm_head"
                 )
             x = self.lora_dropout[name](hidden_states.to(down.weight.dtype))
             hidden.append((down(x) * self.scaling[name]).to(hidden_states.dtype))
@@ -220,10 +240,10 @@ class _FusedHead:
             )
             scores |= {name: getattr(stats, name) for name in request.outputs}
         if request.of_logits is not None:
-            scores["of_logits"] = self._of_logits(hidden_states, weight, bias, request)
+            scores["of_logits"] = self._score_logits(hidden_states, weight, bias, request)
         return scores
 
-    def _of_logits(
+    def _score_logits(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest
     ) -> dict[str, Tensor]:
         shape = request.labels.shape
@@ -248,7 +268,7 @@ class _FusedHead:
 
         workspace = self.options.workspace_bytes or _LOGITS_WORKSPACE_BYTES
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])[places]
-        results = of_logits(hidden, weight, bias, function, workspace)
+        results = in_chunks(hidden, weight, bias, function, workspace)
         return {
             name: x.new_zeros(shape.numel()).index_copy(0, places, x).reshape(shape)
             for name, x in zip(names, results, strict=True)
@@ -260,16 +280,29 @@ class _FusedHead:
             request = self.translate(args, kwargs)
         if request is None:
             return original(*args, **kwargs)
-        head = model.get_output_embeddings()
-        if hasattr(head, "lora_A") and "forward" not in vars(head):
-            head.forward = MethodType(_lora_head_forward, head)
-        for name in ("labels", "logits_to_keep", "return_dict"):
+        head = self.head_of(model)
+        if kwargs.pop("logits_to_keep", 0):
+            raise ValueError("logits_to_keep: expected none beside a head_request, whose mask says which rows to score")
+        for name in ("labels", "return_dict"):
             kwargs.pop(name, None)
         body = getattr(model, model.base_model_prefix)
         output = body(*args, return_dict=True, **kwargs)
         if not self.checked:
             self.check(model, head, body, output, functools.partial(original, *args, **kwargs))
         return ScoredTokens(**head(output[0], request=request, score=self.score))
+
+    def head_of(self, model: nn.Module) -> nn.Module:
+        """The head as it is now: PEFT may have put a layer around it, which is made to answer a request, too."""
+        head = model.get_output_embeddings()
+        if hasattr(head, "lora_A"):
+            if "forward" not in vars(head):
+                head.forward = MethodType(_lora_head_forward, head)
+        elif not isinstance(head, nn.Linear) and not hasattr(head, "modules_to_save"):
+            raise ValueError(
+                f"{type(model).__name__}: expected its head bare, in a LoRA layer or in modules_to_save, got "
+                f"{type(head).__module__}.{type(head).__qualname__}"
+            )
+        return head
 
     @torch.no_grad()
     def check(self, model: nn.Module, head: nn.Module, body: nn.Module, output: ModelOutput, own: Callable) -> None:
@@ -281,7 +314,7 @@ class _FusedHead:
         """
         hidden_states = output[0][..., :_CHECKED_TOKENS, :].detach()
         short = type(output)(**{**output, next(iter(output)): hidden_states})
-        training, replaced = head.training, vars(body).get("forward")
+        modes, replaced = [(module, module.training) for module in head.modules()], vars(body).get("forward")
         head.eval()  # LoRA's dropout
         body.forward = lambda *args, **kwargs: short
         try:
@@ -293,7 +326,8 @@ class _FusedHead:
             del body.forward
             if replaced is not None:
                 body.forward = replaced
-            head.train(training)
+            for module, training in modes:
+                module.training = training
         z = logits.float()
         log_p = z.log_softmax(-1)
         wanted = (log_p.gather(-1, labels[..., None])[..., 0], torch.special.entr(log_p.exp()).sum(-1), z.logsumexp(-1))

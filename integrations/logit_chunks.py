@@ -12,24 +12,26 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# logits [n, V] fp32 and the number of their first row -> tensors [n]
-OfLogits = Callable[[Tensor, int], tuple[Tensor, ...]]
-# The chunk's logits, their softmax, and a gradient of each, in fp32.
-_COPIES = 4
+# logits [n, V], fp32 or fp64, and the number of their first row -> tensors [n]
+LogitFunction = Callable[[Tensor, int], tuple[Tensor, ...]]
+# The chunk's raw logits, those after each part of the transform, their softmax, and gradients, in fp32.
+_COPIES = 8
 
 
-def of_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, function: OfLogits, workspace_bytes: int):
+def in_chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, function: LogitFunction, workspace_bytes: int
+) -> tuple[Tensor, ...]:
     """``function`` of the raw products of hidden [N, H] and weight [V, H], chunk by chunk: a tuple of tensors [N].
 
     Differentiable once in hidden, weight and bias. The gradient of ``weight`` is summed in fp32.
     """
     rows = max(1, workspace_bytes // (4 * _COPIES * len(weight)))
-    return _OfLogits.apply(hidden.to(weight.dtype), weight, bias, function, rows)
+    return _InChunks.apply(hidden.to(weight.dtype), weight, bias, function, rows)
 
 
-class _OfLogits(torch.autograd.Function):
+class _InChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, function: OfLogits, rows: int):
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, function: LogitFunction, rows: int):
         parts = []
         for start in range(0, max(1, len(hidden)), rows):
             parts.append(function(_logits(hidden[start : start + rows], weight, bias), start))
@@ -44,10 +46,16 @@ class _OfLogits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None):
         hidden, weight, bias = ctx.saved_tensors
+        with torch.autocast(weight.device.type, enabled=False):
+            return *_InChunks._gradients(ctx, hidden, weight, bias, upstream), None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: tuple[Tensor | None, ...]):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.zeros_like(hidden) if need_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        d_bias = torch.zeros(len(weight), device=weight.device) if need_bias else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
+        d_bias = torch.zeros(len(weight), device=weight.device, dtype=wide) if need_bias else None
         for start in range(0, len(hidden), ctx.rows):
             chunk = slice(start, start + ctx.rows)
             with torch.enable_grad():
@@ -68,11 +76,10 @@ class _OfLogits(torch.autograd.Function):
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None or bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
         )
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with torch.autocast(weight.device.type, enabled=False), torch.no_grad():
-        return torch.nn.functional.linear(hidden, weight, bias).float()
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))

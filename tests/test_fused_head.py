@@ -5,8 +5,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("rlhf_losses.integrations.fused_head")
-from rlhf_losses.integrations.fused_head import HeadRequest, fuse_head, logit_transform  # noqa: E402
-from rlhf_losses.integrations.logit_chunks import of_logits  # noqa: E402
+from rlhf_losses.integrations.fused_head import HeadOptions, HeadRequest, fuse_head, logit_transform  # noqa: E402
+from rlhf_losses.integrations.logit_chunks import in_chunks  # noqa: E402
 
 TINY = {
     "vocab_size": 300,
@@ -105,18 +105,51 @@ def test_check_draws_no_random_numbers_and_leaves_the_mode(ids):
     assert torch.equal(scores.log_probs, again.log_probs)
 
 
-class Secretive(transformers.LlamaForCausalLM):
+class AfterTheHead(transformers.LlamaForCausalLM):
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
         output.logits = output.logits * 1.1
         return output
 
 
-def test_logits_that_the_config_does_not_explain_are_refused(ids):
-    model = tiny(kind=Secretive)
+class BeforeTheHead(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = self.model(*args, **kwargs)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(output[0] / 4))
+
+
+def with_a_layer_before_the_head(config):
+    return transformers.BertLMHeadModel(transformers.BertConfig(**TINY, is_decoder=True))
+
+
+@pytest.mark.parametrize("kind", [AfterTheHead, BeforeTheHead, with_a_layer_before_the_head])
+def test_logits_that_the_config_does_not_explain_are_refused(ids, kind):
+    model = tiny(kind=kind)
     fuse_head(model)
     with pytest.raises(ValueError, match="does something to its logits"):
         model(input_ids=ids, head_request=request(ids))
+
+
+def test_forwards_of_an_instance_are_not_lost():
+    for pick in (lambda model: model, lambda model: model.lm_head):
+        model = tiny()
+        module = pick(model)
+        module.forward = lambda *args, **kwargs: None
+        with pytest.raises(ValueError, match="has one of its own, which would be lost"):
+            fuse_head(model)
+
+
+def test_rows_are_chosen_by_the_mask(ids):
+    model = tiny()
+    fuse_head(model)
+    with pytest.raises(ValueError, match="logits_to_keep"):
+        model(input_ids=ids, logits_to_keep=1, head_request=request(ids))
+
+
+@pytest.mark.parametrize("options", [{"backend": "fast"}, {"validate": "maybe"}, {"workspace_bytes": 1e8}])
+def test_options_are_checked(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
+        HeadOptions(**options)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +192,7 @@ def test_h9_second_owner_is_refused():
 def test_heads_that_are_no_linear_layer_are_refused():
     model = tiny()
     model.set_output_embeddings(torch.nn.Sequential(model.lm_head))
-    with pytest.raises(ValueError, match=r"nn\.Linear, got Sequential"):
+    with pytest.raises(ValueError, match=r"nn\.Linear, got torch\.nn\.modules\.container\.Sequential"):
         fuse_head(model)
 
 
@@ -201,6 +234,21 @@ def test_h4_saved_copy_of_the_head(ids):
     assert copy.weight.grad.abs().max() > 0
 
 
+def test_h4_reference_policy_of_a_merged_adapter(ids):
+    peft = pytest.importorskip("peft")
+    model = tiny()
+    want = expected(model, ids)
+    fuse_head(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head", "q_proj"]))
+    for name, p in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    wrapped.merge_adapter()
+    with wrapped.disable_adapter():
+        scores = wrapped(input_ids=ids, head_request=request(ids))
+    assert_same((scores.log_probs, scores.entropy), want, 1e-5)
+
+
 def test_h4_dora_is_refused(ids):
     peft = pytest.importorskip("peft")
     model = tiny()
@@ -211,7 +259,7 @@ def test_h4_dora_is_refused(ids):
 
 
 @pytest.mark.parametrize("workspace_bytes", [1, 3 * 4 * 4 * 50, 2**30])
-def test_of_logits_in_chunks(workspace_bytes):
+def test_logits_in_chunks(workspace_bytes):
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in [(7, 9), (50, 9), (50,)])
     given = [x.requires_grad_() for x in (hidden, weight, bias)]
@@ -219,11 +267,34 @@ def test_of_logits_in_chunks(workspace_bytes):
     def function(logits, start):
         return logits.logsumexp(-1), logits.argmax(-1), (logits**2).mean(-1).detach()
 
-    got = of_logits(*given, function, workspace_bytes)
+    got = in_chunks(*given, function, workspace_bytes)
     want = function(torch.nn.functional.linear(*given), 0)
     assert_same(got, want, 1e-4)
     upstream = torch.randn(7, generator=generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.autograd.grad(got[0], given, upstream, retain_graph=True)
+    assert_same(inside, torch.autograd.grad(got[0], given, upstream, retain_graph=True))
     for x, y in zip(
         torch.autograd.grad(got[0], given, upstream), torch.autograd.grad(want[0], given, upstream), strict=True
     ):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("config", [transformers.GPT2Config, transformers.LlamaConfig])
+def test_log_prob_actor_with_padding_on_the_left(ids, tmp_path, config):
+    from rlhf_losses.integrations.ray import LogProbActor
+
+    more = {"n_embd": 32, "n_head": 4, "n_layer": 2} if config is transformers.GPT2Config else {}
+    model = tiny(config, **more)
+    model.save_pretrained(tmp_path)
+    want = expected(model, ids)[0][:, :-1].detach()
+    actor = LogProbActor(str(tmp_path))
+    padded, attention = torch.nn.functional.pad(ids, (4, 0)), torch.nn.functional.pad(torch.ones_like(ids), (4, 0))
+    got = torch.from_numpy(actor.score(padded.numpy(), attention.numpy())["log_probs"])
+    assert_same([got[:, 4:]], [want])
+    # Nothing but padding is before the first token.
+    assert (got[:, :4] == 0).all()
+    with pytest.raises(ValueError, match="expected 0 <= id < 300, got 0 to 400"):
+        actor.score([[0, 400]])
+    with pytest.raises(ValueError, match=r"masks of that shape, got \[2, 12\]"):
+        actor.score(ids.numpy(), attention.numpy())

@@ -48,6 +48,29 @@ def test_by_entry_point():
     assert python(WHOSE).split()[-2:] == OURS
 
 
+def test_a_bare_look_for_the_module_does_not_lose_the_hook():
+    look = "import importlib.util as u; u.find_spec('verl.models.transformers.monkey_patch')"
+    assert python(f"import rlhf_losses.integrations.verl\n{look}{WHOSE}").split()[-2:] == OURS
+
+
+def test_entropy_has_a_gradient_wherever_the_loss_is_not_verls_own():
+    # At verl's entropy_coeff = 0 it is left out; another loss may have a weight of its own.
+    python(
+        """
+from functools import partial
+from types import SimpleNamespace
+import rlhf_losses.integrations.verl, verl.workers.engine
+from rlhf_losses.integrations.verl.engine import _entropy_coefficient
+from verl.workers.utils.losses import ppo_loss
+
+config = SimpleNamespace(entropy_coeff=0.0)
+assert _entropy_coefficient(partial(ppo_loss, config=config)) == 0
+assert _entropy_coefficient(partial(lambda config: None, config=config)) is None
+assert _entropy_coefficient(ppo_loss) is None
+"""
+    )
+
+
 def test_other_versions_are_refused():
     from rlhf_losses.integrations.verl import VERSIONS, require_version
 
@@ -100,7 +123,7 @@ print(model.external_lib, model.use_fused_kernels, model.fused_kernel_options.im
 
 def test_ray_actor_and_setup_hook(tmp_path):
     pytest.importorskip("ray")
-    out = python(
+    python(
         f"""
 import os, ray, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -118,8 +141,8 @@ mask = torch.ones_like(ids)
 mask[0, :3] = 0
 scores = ray.get(actor.score.remote(ids.numpy(), loss_mask=mask.numpy()))
 log_p = (model(ids).logits / 0.7).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0] * mask[:, 1:]
-print((torch.from_numpy(scores["log_probs"]) - log_p).abs().max().item() < 1e-6)
-print(ray.get(ray.remote(lambda: os.environ["VERL_USE_EXTERNAL_MODULES"]).remote()))
+assert (torch.from_numpy(scores["log_probs"]) - log_p).abs().max().item() < 1e-6
+modules = ray.get(ray.remote(lambda: os.environ["VERL_USE_EXTERNAL_MODULES"]).remote())
+assert modules == "rlhf_losses.integrations.verl", modules
 """
     )
-    assert out.split()[-2:] == ["True", "rlhf_losses.integrations.verl"]

@@ -40,13 +40,14 @@ class _After:
     def find_spec(self, name: str, path=None, target: ModuleType | None = None) -> machinery.ModuleSpec | None:
         if name != self.name:
             return None
-        sys.meta_path.remove(self)
         spec = machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 self.callback()
 
             spec.loader.exec_module = exec_module
@@ -55,8 +56,8 @@ class _After:
 
 def _after_import(name: str, callback: Callable[[], None]) -> None:
     """Call back once module ``name`` is there: now, or when somebody has imported it."""
-    module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
+    if name in sys.modules:
+        import_module(name)  # waits for a thread that is at it
         callback()
     else:
         sys.meta_path.insert(0, _After(name, callback))

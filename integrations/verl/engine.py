@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_group,
@@ -24,6 +25,7 @@ from verl.utils.ulysses import (
 )
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
 
 from rlhf_losses.integrations.fused_head import HeadOptions, HeadRequest, fused_head_of
 from rlhf_losses.integrations.verl import BACKEND
@@ -33,8 +35,9 @@ VENDORS = ["nvidia", "amd", "rlhf_losses"]
 _NAMES = {"log_probs": "log_probs", "entropy": "entropy", "sum_p_squared": "sum_pi_squared"}
 
 
+@functools.cache
 def install() -> None:
-    """Register the engine; a verl before 0.9.0, which knows no vendors, keeps its own and the hook alone."""
+    """Register the engine, once; a verl before 0.9.0, which knows no vendors, keeps its own and the hook alone."""
     if "vendor" not in EngineRegistry.register.__annotations__:
         return
     EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor=VENDORS)(
@@ -77,7 +80,7 @@ class FusedHeadEngine(FSDPEngineWithLMHead):
         return module
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        if not self._scores(micro_batch):
+        if not self._is_fused(micro_batch):
             return super().prepare_model_inputs(micro_batch)
         packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
         given_temperature = micro_batch["temperature"]
@@ -146,7 +149,7 @@ class FusedHeadEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        if not self._scores(micro_batch):
+        if not self._is_fused(micro_batch):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
         offsets = micro_batch["input_ids"].offsets()
@@ -162,7 +165,7 @@ class FusedHeadEngine(FSDPEngineWithLMHead):
             result[name] = torch.nested.nested_tensor_from_jagged(values, offsets)
         return result
 
-    def _scores(self, micro_batch: TensorDict) -> bool:
+    def _is_fused(self, micro_batch: TensorDict) -> bool:
         return self._fuses_head and _wants(micro_batch, "use_fused_kernels")
 
     def _counted_rows(self, micro_batch: TensorDict) -> Tensor | None:
@@ -212,8 +215,8 @@ def _outputs(micro_batch: TensorDict) -> tuple[str, ...]:
 
 
 def _entropy_coefficient(loss: Any) -> float | None:
-    """The coefficient that verl's loss, a partial of its config, gives the entropy; None where it can't be known."""
-    if not isinstance(loss, functools.partial):
+    """The coefficient that verl's own loss, a partial of its config, gives the entropy; None for anybody else's."""
+    if not isinstance(loss, functools.partial) or loss.func not in (ppo_loss, distillation_ppo_loss):
         return None
     return getattr(loss.keywords.get("config"), "entropy_coeff", None)
 

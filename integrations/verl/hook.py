@@ -15,7 +15,9 @@ from rlhf_losses.integrations.fused_head import HeadRequest, fuse_head
 from rlhf_losses.integrations.verl import BACKEND
 
 
+@functools.cache
 def install() -> None:
+    """Put our function in place of verl's, once."""
     theirs = monkey_patch.patch_forward_with_backends
 
     @functools.wraps(theirs)

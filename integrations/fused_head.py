@@ -201,8 +201,8 @@ def _lora_head_forward(self: nn.Module, hidden_states: Tensor, *args, request=No
             variant = self.use_dora.get(name) or getattr(self, "lora_variant", {}).get(name)
             if variant or up.bias is not None or not all(type(x) is nn.Linear for x in (up, down)):
                 raise ValueError(
-                    f"adapter {name!r} on the head: expected a plain LoRA pair of nn.Linear, got {variant or up}; DoRA, "
-                    "lora_bias and FSDP1-wrapped adapters are not served: keep them off lm_head"
+                    f"adapter {name!r} on the head: expected a plain LoRA pair of nn.Linear, got {variant or up}; "
+                    "DoRA, lora_bias and FSDP1-wrapped adapters are not served: keep them off lm_head"
                 )
             x = self.lora_dropout[name](hidden_states.to(down.weight.dtype))
             hidden.append((down(x) * self.scaling[name]).to(hidden_states.dtype))

@@ -19,15 +19,19 @@ from types import ModuleType
 
 BACKEND = "rlhf_losses"
 VERSIONS = ("0.7.1", "0.8.0", "0.9.0", "0.9.1")
+# Whose engines can't be chosen by vendor: they keep their own, and get the hook alone.
+_HOOK_ALONE = ("0.7.1", "0.8.0")
 
 
-def require_version(found: str) -> None:
-    """Raise ImportError where ``found`` is none of ``VERSIONS``."""
-    if not any(found == known or found.startswith((f"{known}.post", f"{known}+")) for known in VERSIONS):
+def require_version(found: str) -> str:
+    """Which of ``VERSIONS`` it is; ImportError where ``found`` is none of them."""
+    known = [x for x in VERSIONS if found == x or found.startswith((f"{x}.post", f"{x}+"))]
+    if not known:
         raise ImportError(
             f"verl {found}: expected one of {', '.join(VERSIONS)}, the versions that rlhf_losses.integrations.verl is "
             "made for; install one of them, or leave external_lib and impl_backend=rlhf_losses out"
         )
+    return known[0]
 
 
 class _After:
@@ -68,8 +72,9 @@ def _install(module: str) -> Callable[[], None]:
 
 
 try:
-    require_version(version("verl"))
+    _version = require_version(version("verl"))
 except PackageNotFoundError:
     raise ImportError("verl is not installed: pip install 'rlhf-losses[verl]'") from None
 _after_import("verl.models.transformers.monkey_patch", _install("hook"))
-_after_import("verl.workers.engine.fsdp.transformer_impl", _install("engine"))
+if _version not in _HOOK_ALONE:
+    _after_import("verl.workers.engine.fsdp.transformer_impl", _install("engine"))

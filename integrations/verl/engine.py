@@ -37,9 +37,7 @@ _NAMES = {"log_probs": "log_probs", "entropy": "entropy", "sum_p_squared": "sum_
 
 @functools.cache
 def install() -> None:
-    """Register the engine, once; a verl before 0.9.0, which knows no vendors, keeps its own and the hook alone."""
-    if "vendor" not in EngineRegistry.register.__annotations__:
-        return
+    """Register the engine, once."""
     EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor=VENDORS)(
         FusedHeadEngine
     )

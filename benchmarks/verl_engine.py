@@ -1,7 +1,7 @@
 """verl's FSDP2 engine with each of its heads and with ours: log-probabilities and one update, time, memory, agreement.
 
     python benchmarks/verl_engine.py --out benchmarks/results/NAME [--gpus 2]
-    python benchmarks/verl_engine.py --out /tmp/dry --size tiny --device cpu
+    python benchmarks/verl_engine.py --out dry --size tiny --device cpu
 
 Writes NAME.json, NAME.md and NAME.png. The engine, its configs and ``ppo_loss`` are verl's own, called as its trainer
 calls them: ``infer_batch`` with entropy, then ``train_batch``. The model has the shape of Qwen2.5-1.5B with fewer

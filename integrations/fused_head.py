@@ -21,8 +21,11 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from rlhf_losses import backend_for, linear_log_probs
+from rlhf_losses import LogitTransform, backend_for, linear_log_probs, log_probs_from_logits
+from rlhf_losses.functions import DEFAULT_WORKSPACE_BYTES
 from rlhf_losses.integrations.logit_chunks import in_chunks
+from rlhf_losses.kernels.backends import BACKENDS
+from rlhf_losses.validation import per_token_temperature, require_validate
 
 # Keys of a config that say what is done to the logits, as arguments of linear_log_probs.
 _TRANSFORMS: dict[str, Callable[[float], dict[str, float]]] = {
@@ -34,7 +37,6 @@ _TRANSFORMS: dict[str, Callable[[float], dict[str, float]]] = {
 _SUSPICIOUS = re.compile(r"logit|lm_head|output_mult|unembed")
 _NOT_THE_HEAD = re.compile(r"^(attn|attention|router|image|moe)_|keep|aux|router")
 _CHECKED_TOKENS = 8
-_LOGITS_WORKSPACE_BYTES = 512 * 2**20
 # What this process has been told of its fused heads: an actor and a reference policy say it once.
 _said: set[str] = set()
 
@@ -85,12 +87,10 @@ class HeadOptions:
     validate: str = "async"
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("backend", self.backend, ("auto", "triton", "chunked", "reference")),
-            ("validate", self.validate, ("async", "sync", "off")),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+        # Whether the back end can be had is for the process that computes to say; a driver may have no GPU.
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        require_validate(self.validate)
         if self.workspace_bytes is not None and not (type(self.workspace_bytes) is int and self.workspace_bytes > 0):
             raise ValueError(f"workspace_bytes: expected an integer > 0 or None, got {self.workspace_bytes!r}")
 
@@ -249,24 +249,21 @@ class _FusedHead:
         shape = request.labels.shape
         mask = torch.ones_like(request.labels) if request.mask is None else request.mask
         places = mask.reshape(-1).nonzero().squeeze(1)
-        temperature = request.temperature
-        if isinstance(temperature, Tensor):
-            # One value per token or per sequence.
-            temperature = temperature.reshape(temperature.shape + (1,) * (len(shape) - temperature.dim()))
-            temperature = temperature.expand(shape).reshape(-1)
+        transform = LogitTransform(
+            scale=self.transform.get("logit_scale"),
+            softcap=self.transform.get("softcap"),
+            temperature=per_token_temperature(request.temperature, request.labels),
+        )
         names: list[str] = []
 
         def function(raw: Tensor, start: int) -> tuple[Tensor, ...]:
             here = places[start : start + len(raw)]
-            z = raw * self.transform.get("logit_scale", 1.0)
-            if "softcap" in self.transform:
-                z = self.transform["softcap"] * torch.tanh(z / self.transform["softcap"])
-            z = z / (temperature[here, None] if isinstance(temperature, Tensor) else temperature)
+            z, _ = transform.for_rows(here).apply(raw)
             results = request.of_logits(z, here)
             names[:] = results
             return tuple(results.values())
 
-        workspace = self.options.workspace_bytes or _LOGITS_WORKSPACE_BYTES
+        workspace = self.options.workspace_bytes or DEFAULT_WORKSPACE_BYTES
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])[places]
         results = in_chunks(hidden, weight, bias, function, workspace)
         return {
@@ -328,13 +325,11 @@ class _FusedHead:
                 body.forward = replaced
             for module, training in modes:
                 module.training = training
-        z = logits.float()
-        log_p = z.log_softmax(-1)
-        wanted = (log_p.gather(-1, labels[..., None])[..., 0], torch.special.entr(log_p.exp()).sum(-1), z.logsumexp(-1))
-        errors = {name: (scores[name] - x).abs().max().item() for name, x in zip(names, wanted, strict=True)}
+        wanted = log_probs_from_logits(logits, labels, outputs=names, backend="reference", validate="off")
+        errors = {name: (scores[name] - getattr(wanted, name)).abs().max().item() for name in names}
         # The model rounds its logits to their type, up to four times (product, scale, cap); a GPU may take TF32.
         eps = max(torch.finfo(logits.dtype).eps, 2.0**-11)
-        bound = 4 * eps * max(1.0, z.abs().max().item())
+        bound = 4 * eps * max(1.0, logits.abs().max().item())
         if not all(math.isfinite(error) and error <= bound for error in errors.values()):
             raise ValueError(
                 f"{type(model).__name__}: expected the fused head to give the model's own numbers on {labels.numel()} "

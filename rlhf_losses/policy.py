@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_losses.aggregation import AGGREGATIONS, Sequences, token_weights
+from rlhf_losses.kernels.gemm import accumulator_dtype
 from rlhf_losses.kernels.statistics import TokenStats
 from rlhf_losses.policy_losses import LOG_RATIO_BOUND, POLICY_LOSSES, Metrics, Tokens
 
@@ -176,7 +177,7 @@ def policy_loss(token_stats: TokenStats, batch: PolicyBatch, config: PolicyLossC
         values = flat(name, values)
         if values is None:
             return None
-        return torch.where(mask, values.to(torch.promote_types(values.dtype, torch.float32)), 0.0)
+        return torch.where(mask, values.to(accumulator_dtype(values.dtype)), 0.0)
 
     l = kept("log_probs", log_probs)
     old = kept("old_log_probs", batch.old_log_probs)

@@ -10,6 +10,7 @@ says ``mixes_tokens=True``.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,11 +35,11 @@ class Tokens:
     mask: Tensor
     sequences: Sequences
 
-    @property
+    @cached_property
     def log_ratio(self) -> Tensor:
         return self.log_probs - self.old_log_probs
 
-    @property
+    @cached_property
     def ratio(self) -> Tensor:
         return self.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
@@ -68,15 +69,20 @@ def _clipped(ratio: Tensor, config: "PolicyLossConfig") -> Tensor:
     return ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
 
 
+def _clip(t: Tokens, ratio: Tensor, config: "PolicyLossConfig") -> tuple[Tensor, Tensor]:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), and where the clip is the larger."""
+    plain, clipped = -t.advantages * ratio, -t.advantages * _clipped(ratio, config)
+    return torch.maximum(plain, clipped), clipped > plain
+
+
 @_loss("ppo")
 def ppo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A ``dual_clip``.
 
     PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; separate bounds, DAPO, arXiv:2503.14476.
     """
-    plain, clipped = -t.advantages * t.ratio, -t.advantages * _clipped(t.ratio, c)
-    values = torch.maximum(plain, clipped)
-    metrics = {"clip_fraction": t.mean(clipped > plain)}
+    values, clipped = _clip(t, t.ratio, c)
+    metrics = {"clip_fraction": t.mean(clipped)}
     if c.dual_clip is not None:
         most = -t.advantages * c.dual_clip
         metrics["dual_clip_fraction"] = t.mean((values > most) & (t.advantages < 0))
@@ -89,8 +95,8 @@ def gspo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
     """PPO's clip of s = exp(l - sg(l) + sg(mean over the sequence of l - l_old)). GSPO-token, arXiv:2507.18071."""
     mean = t.sequences.spread(t.sequences.mean(t.log_ratio.detach(), t.mask))
     ratio = (t.log_probs - t.log_probs.detach() + mean).clamp(max=10.0).exp()
-    plain, clipped = -t.advantages * ratio, -t.advantages * _clipped(ratio, c)
-    return torch.maximum(plain, clipped), {"clip_fraction": t.mean(clipped > plain)}
+    values, clipped = _clip(t, ratio, c)
+    return values, {"clip_fraction": t.mean(clipped)}
 
 
 @_loss("cispo")
@@ -178,15 +184,14 @@ def clip_cov(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
 
     Clip-Cov, arXiv:2505.22617. The draw is torch's on the CPU; covariances are over the tokens of this call.
     """
-    plain, clipped = -t.advantages * t.ratio, -t.advantages * _clipped(t.ratio, c)
+    values, clipped = _clip(t, t.ratio, c)
     covariance = _covariance(t)
     low, high = c.cov_bounds
-    candidates = (t.mask & ~(clipped > plain) & (covariance > low) & (covariance < high)).nonzero().squeeze(1)
+    candidates = (t.mask & ~clipped & (covariance > low) & (covariance < high)).nonzero().squeeze(1)
     number = min(max(int(c.cov_fraction * t.mask.sum()), 1), len(candidates))
     chosen = candidates[torch.randperm(len(candidates)).to(candidates.device)[:number]]
     dropped = torch.zeros_like(t.mask).index_fill(0, chosen, True)
-    values = torch.where(dropped, 0.0, torch.maximum(plain, clipped))
-    return values, {"clip_fraction": t.mean(dropped)}
+    return torch.where(dropped, 0.0, values), {"clip_fraction": t.mean(dropped)}
 
 
 @_loss("kl-cov", mixes_tokens=True)

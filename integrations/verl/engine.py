@@ -119,8 +119,7 @@ class FusedHeadEngine(FSDPEngineWithLMHead):
         for name in ("teacher_logprobs", "teacher_ids"):
             values = micro_batch[name].values()
             if inside is not None:
-                where = inside.reshape(-1).nonzero().squeeze(1)
-                values = values.new_zeros(inside.numel(), values.shape[1]).index_copy(0, where, values)
+                values = _padded(values, inside).flatten(0, 1)
             elif self.use_ulysses_sp:
                 values = slice_input_tensor(values, dim=0)
             teacher[name] = values
@@ -225,5 +224,7 @@ def _inside(offsets: Tensor, width: int) -> Tensor:
 
 
 def _padded(values: Tensor, inside: Tensor) -> Tensor:
-    """Packed [tokens] to [sequences, width], zeros in the padding."""
-    return values.new_zeros(inside.shape).masked_scatter(inside, values)
+    """Packed [tokens, ...] to [sequences, width, ...], zeros in the padding."""
+    padded = values.new_zeros(*inside.shape, *values.shape[1:])
+    padded[inside] = values
+    return padded

@@ -33,6 +33,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sapo": {"loss": "sapo", "aggregation": "seq-mean-token-mean"},
     "gmpo": {"loss": "gmpo", "aggregation": "seq-mean-token-mean", "clip_low": 0.4, "clip_high": 0.4},
     "gpg": {"loss": "reinforce"},
+    "luspo": {"loss": "gspo", "aggregation": "seq-mean-token-sum", "clip_low": 2e-3, "clip_high": 2.5e-3},
+    "rloo": {"loss": "rloo", "aggregation": "seq-mean-token-mean"},
+    "vespo": {"loss": "vespo"},
 }
 
 
@@ -46,6 +49,7 @@ class PolicyLossConfig:
     dual_clip           bound of the ratio for negative advantages, None for none
     ratio_bound         of dppo-*: the largest ratio that weighs a token
     tau_*               temperatures of sapo, by the sign of the advantage
+    vespo_*             exponents k and decays lambda of vespo, by the sign of the advantage
     cov_*               clip-cov's and kl-cov's share of tokens, bounds, and coefficient
     entropy_coefficient bonus: minus this times the entropy; at 0 the entropy gets no gradient
     kl_coefficient      penalty against ``batch.ref_log_probs`` by ``kl_estimator`` (Schulman 2020): k1 = l - l_ref,
@@ -67,6 +71,10 @@ class PolicyLossConfig:
     ratio_bound: float = 20.0
     tau_positive: float = 1.0
     tau_negative: float = 1.05
+    vespo_k_positive: float = 2.0
+    vespo_k_negative: float = 3.0
+    vespo_lambda_positive: float = 3.0
+    vespo_lambda_negative: float = 2.0
     cov_fraction: float = 0.0002
     cov_bounds: tuple[float, float] = (1.0, 5.0)
     cov_kl_coefficient: float = 1.0
@@ -115,6 +123,8 @@ class PolicyBatch:
     old_log_probs      of the policy that is improved on; None on the policy itself, where the ratio is 1
     ref_log_probs      of the reference policy, for kl_coefficient
     rollout_log_probs  as the sampler computed them, for rollout_correction
+    rollout_weights    importance weights of the rollout that the caller has computed, one per token; they multiply each
+                       token's value and have no gradient. In place of rollout_correction
     num_tokens, num_sequences, data_parallel_size: counts of the global batch, see aggregation.py
     """
 
@@ -123,6 +133,7 @@ class PolicyBatch:
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
+    rollout_weights: Tensor | None = None
     cu_seqlens: Tensor | None = None
     num_tokens: float | Tensor | None = None
     num_sequences: float | Tensor | None = None
@@ -163,7 +174,8 @@ def policy_loss(token_stats: TokenStats, batch: PolicyBatch, config: PolicyLossC
 
     token_stats.entropy is needed for entropy_coefficient, and reported where it is there.
 
-    Raises ValueError for shapes that do not fit and for a tensor that the config needs and the batch lacks.
+    Raises ValueError for shapes that do not fit, for a tensor that the config needs and the batch lacks, and for
+    rollout_weights beside a rollout_correction.
     """
     log_probs = token_stats.log_probs
     if log_probs is None:
@@ -186,11 +198,20 @@ def policy_loss(token_stats: TokenStats, batch: PolicyBatch, config: PolicyLossC
     assert advantages is not None
     tokens = Tokens(l, l.detach() if old is None else old.detach(), advantages.detach(), mask, sequences)
     values, metrics = POLICY_LOSSES[config.loss].function(tokens, config)
+    given_weight = kept("rollout_weights", batch.rollout_weights)
     if config.rollout_correction is not None:
+        if given_weight is not None:
+            raise ValueError(
+                "rollout_weights: expected None, since rollout_correction is set and computes them of "
+                "rollout_log_probs, got a tensor; leave one of the two out"
+            )
         rollout = _needed("rollout_log_probs", kept("rollout_log_probs", batch.rollout_log_probs), "rollout_correction")
         keep, weight = _rollout_weights(tokens, rollout, config)
         values = torch.where(keep, values * weight, 0.0)
         metrics |= {"rollout_weight": tokens.mean(weight), "rollout_dropped": tokens.mean(~keep)}
+    elif given_weight is not None:
+        values = values * given_weight.detach()
+        metrics["rollout_weight"] = tokens.mean(given_weight)
 
     weights = token_weights(
         mask,

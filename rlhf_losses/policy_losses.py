@@ -4,8 +4,8 @@ Notation: l = log pi(y), l_old that of the policy that is improved on, r = exp(l
 gradient. A function gets ``Tokens``, whose masked entries are harmless zeros, and the config; it returns the values to
 be aggregated and its metrics. Exponents are clamped in log space to 20, where a ratio is 5e8.
 
-A new loss is one function here and a row in tests/test_policy.py. One whose value at a token depends on other tokens
-says ``mixes_tokens=True``.
+A new loss is one function here and a row in tests/test_policy.py or tests/test_policy_trl.py. One whose value at a
+token depends on other tokens says ``mixes_tokens=True``.
 """
 
 from collections.abc import Callable
@@ -75,6 +75,14 @@ def _clip(t: Tokens, ratio: Tensor, config: "PolicyLossConfig") -> tuple[Tensor,
     return torch.maximum(plain, clipped), clipped > plain
 
 
+def _of_whole_sequences(name: str, config: "PolicyLossConfig") -> None:
+    if config.aggregation != "seq-mean-token-mean":
+        raise ValueError(
+            f"{name} is a loss of whole sequences: expected aggregation 'seq-mean-token-mean', "
+            f"got {config.aggregation!r}"
+        )
+
+
 @_loss("ppo")
 def ppo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A ``dual_clip``.
@@ -101,7 +109,7 @@ def gspo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
 
 @_loss("cispo")
 def cispo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
-    """-sg(clip(r, 1 - low, 1 + high)) A l. CISPO, arXiv:2506.13585."""
+    """-sg(clip(r, 1 - low, 1 + high)) A l. CISPO, arXiv:2506.13585; its upper bound alone at clip_low = 1."""
     clipped = _clipped(t.ratio, c)
     return -clipped.detach() * t.advantages * t.log_probs, {"clip_fraction": t.mean(clipped != t.ratio)}
 
@@ -128,10 +136,7 @@ def gmpo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
 
     That is, -A times the geometric mean of the ratios; A is the sequence's mean. GMPO, arXiv:2507.20673.
     """
-    if c.aggregation != "seq-mean-token-mean":
-        raise ValueError(
-            f"gmpo is a loss of whole sequences: expected aggregation 'seq-mean-token-mean', got {c.aggregation!r}"
-        )
+    _of_whole_sequences("gmpo", c)
     sign = t.advantages.sign()
     clipped = t.log_ratio.clamp(-c.clip_low, c.clip_high)
     least = sign * torch.minimum(sign * t.log_ratio, sign * clipped)
@@ -143,6 +148,38 @@ def gmpo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
         "clip_fraction_low": t.mean(outside & (t.advantages < 0)),
     }
     return t.sequences.spread(values), metrics
+
+
+@_loss("rloo", mixes_tokens=True)
+def rloo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """PPO's clip of R = exp(sum over the sequence of l - l_old), per sequence: the whole answer is one action.
+
+    RLOO, arXiv:2402.14740, whose leave-one-out baseline lies in the advantages.
+    """
+    _of_whole_sequences("rloo", c)
+    ratio = t.sequences.sum(t.log_ratio).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    values, clipped = _clip(t, t.sequences.spread(ratio), c)
+    return values, {"clip_fraction": t.mean(clipped)}
+
+
+@_loss("vespo", mixes_tokens=True)
+def vespo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
+    """-sg(R^k exp(lambda (1 - R))) A l with R = exp(sum over the sequence of l - l_old); k and lambda by the sign of A.
+
+    The weight is 1 on the policy itself, where R = 1, and falls on either side of k / lambda. VESPO, arXiv:2602.10693.
+    """
+    if not min(c.vespo_lambda_positive, c.vespo_lambda_negative) > 0:
+        raise ValueError(
+            "vespo: expected vespo_lambda_* > 0, without which the weight has no bound, got "
+            f"{c.vespo_lambda_positive}, {c.vespo_lambda_negative}"
+        )
+    log_ratio = t.log_ratio.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    total = t.sequences.spread(t.sequences.sum(log_ratio)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    up = t.advantages >= 0
+    k = torch.where(up, c.vespo_k_positive, c.vespo_k_negative)
+    decay = torch.where(up, c.vespo_lambda_positive, c.vespo_lambda_negative)
+    weight = (k * total + decay * (1 - total.exp())).exp()
+    return -weight * t.advantages * t.log_probs, {"vespo_weight": t.mean(weight)}
 
 
 def _divergence_masked(t: Tokens, c: "PolicyLossConfig", valid: Tensor) -> tuple[Tensor, Metrics]:

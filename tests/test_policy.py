@@ -27,8 +27,8 @@ VERL = {
     "kl-cov": ("kl_cov", {"cov_fraction": 0.2, "cov_kl_coefficient": 0.7}, {}),
     "dro": ("dro", {"dro_beta": 0.4}, {}),
 }
-# A loss of whole sequences, and one that verl always aggregates so.
-ONE_MODE = {"gmpo": ["seq-mean-token-mean"], "sapo": ["seq-mean-token-mean"]}
+# Losses of whole sequences, and one that verl always aggregates so.
+ONE_MODE = {name: ["seq-mean-token-mean"] for name in ("gmpo", "sapo", "rloo")}
 PAIRS = [(loss, mode) for loss in VERL for mode in ONE_MODE.get(loss, AGGREGATIONS)]
 # verl's losses that mix the tokens of a micro-batch, or take the mean of its rows, depend on the split.
 SPLITS = [
@@ -268,6 +268,48 @@ def test_l7_rollout_weights(correction):
     torch.testing.assert_close(policy_loss(stats(l), batch, config).loss, want)
 
 
+@pytest.mark.parametrize(("loss", "mode"), ALL)
+def test_rollout_weights_of_the_caller(loss, mode):
+    # Those that a correction computes, given: the same loss; and they have no gradient.
+    l, old, advantages, mask, noise = draw(2)
+    rollout = old + 0.3 * (noise - 1)
+    config = PolicyLossConfig(
+        loss=loss, aggregation=mode, norm_length=T, dro_beta=0.5, cov_fraction=0.3, cov_bounds=(-9.0, 9.0)
+    )
+    weights = (old - rollout).exp().requires_grad_()
+    results = []
+    for changes, given in (
+        ({"rollout_correction": "token-truncate", "rollout_high": 9.0}, {"rollout_log_probs": rollout}),
+        ({}, {"rollout_weights": torch.where(mask, weights, torch.nan)}),
+        ({}, {}),
+    ):
+        torch.manual_seed(0)
+        l = l.detach().requires_grad_()
+        batch = PolicyBatch(advantages, mask=mask, old_log_probs=old, **given)
+        out = policy_loss(stats(l), batch, replace(config, **changes))
+        results.append((out, *torch.autograd.grad(out.loss, [l, weights], allow_unused=True)))
+    (corrected, want, _), (got, gradient, of_weights), (plain, plain_gradient, _) = results
+    torch.testing.assert_close(got.loss, corrected.loss)
+    torch.testing.assert_close(gradient, want)
+    torch.testing.assert_close(got.metrics["rollout_weight"], corrected.metrics["rollout_weight"])
+    torch.testing.assert_close(got.metrics["rollout_weight"], weights[mask].mean().float())
+    assert (got.loss - plain.loss).abs() > 1e-4
+    assert (gradient - plain_gradient).abs().max() > 1e-3
+    assert "rollout_weight" not in plain.metrics
+    assert of_weights is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rollout_weights_are_one_per_token(dtype):
+    l = torch.tensor([[-1.0, -2.0, float("nan")]], requires_grad=True)
+    weights = torch.tensor([[0.5, 3.0, float("inf")]], dtype=dtype)
+    batch = PolicyBatch(torch.ones(1, 3), mask=torch.tensor([[1, 1, 0]]), rollout_weights=weights)
+    out = policy_loss(stats(l), batch, PolicyLossConfig(loss="reinforce"))
+    assert out.loss == (0.5 * 1 + 3 * 2) / 2
+    assert torch.autograd.grad(out.loss, l)[0].tolist() == [[-0.25, -1.5, 0.0]]
+    assert out.metrics["rollout_weight"] == 1.75
+
+
 def test_on_policy_ratio_is_one():
     l = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     out = policy_loss(stats(l), PolicyBatch(torch.tensor([[2.0, -1.0]])), PolicyLossConfig())
@@ -304,6 +346,20 @@ def test_presets(preset):
         (
             lambda: policy_loss(stats(torch.zeros(2, 3, 4)), PolicyBatch(torch.ones(2, 3, 4)), PolicyLossConfig()),
             "cu_seqlens",
+        ),
+        (
+            lambda: policy_loss(
+                stats(torch.zeros(2)),
+                PolicyBatch(torch.ones(2), rollout_weights=torch.ones(2)),
+                PolicyLossConfig(rollout_correction="token-mask"),
+            ),
+            "rollout_weights: expected None, since rollout_correction is set",
+        ),
+        (
+            lambda: policy_loss(
+                stats(torch.zeros(2)), PolicyBatch(torch.ones(2), rollout_weights=torch.ones(3)), PolicyLossConfig()
+            ),
+            r"rollout_weights: expected \[2\]",
         ),
         (
             lambda: policy_loss(

@@ -5,7 +5,7 @@
     actor_rollout_ref.model.fused_kernel_options.impl_backend=rlhf_losses
 
 It is imported in every process of a run, drivers and CPU-only actors too, and may be imported while verl itself is
-(``VERL_USE_EXTERNAL_MODULES``, entry points). So it imports none of verl's modules: it waits for the two that it
+(``VERL_USE_EXTERNAL_MODULES``, entry points). So it imports none of verl's modules: it waits for the three that it
 extends, and nothing happens in a process that never loads them.
 
 Raises ImportError for a version of verl that this integration has not been run with.
@@ -76,5 +76,6 @@ try:
 except PackageNotFoundError:
     raise ImportError("verl is not installed: pip install 'rlhf-losses[verl]'") from None
 _after_import("verl.models.transformers.monkey_patch", _install("hook"))
+_after_import("verl.trainer.ppo.core_algos", _install("losses"))
 if _version not in _HOOK_ALONE:
     _after_import("verl.workers.engine.fsdp.transformer_impl", _install("engine"))

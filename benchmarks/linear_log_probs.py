@@ -11,19 +11,14 @@ reported. Nothing is timed before the numbers have been found right against fp64
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
-from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
-import triton
+from common import MIB, facts, interleaved_medians, peak_extra_mib, peaked, truth
 
-from rlhf_losses import __version__, linear_log_probs
+from rlhf_losses import linear_log_probs
 
-MIB = 2**20
 # (tokens, hidden size, vocabulary), and the most that forward and forward + backward may take relative to the GEMMs.
 SHAPES = [
     (16384, 4096, 151936, 1.03, 1.05),
@@ -34,67 +29,16 @@ SHAPES = [
 ]
 LOG_PROB_BOUND, ENTROPY_BOUND = 1e-4, 4e-4
 CHECKED_ROWS = 64
-RUNS_A_TURN = 4
-
-
-def peaked(tokens: int, depth: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """bf16 hidden states, head and labels whose distributions range from flat to certain, as trained models' do."""
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", generator=generator, dtype=torch.bfloat16)
-
-    weight = normal(vocab, depth)
-    weight = weight / weight.float().norm(dim=1, keepdim=True).to(torch.bfloat16)
-    labels = torch.randint(vocab, (tokens,), device="cuda", generator=generator)
-    peak = torch.rand(tokens, 1, device="cuda", generator=generator) * 28
-    hidden = (2 * normal(tokens, depth).float() + peak * weight[labels].float()).to(torch.bfloat16)
-    return hidden, weight, labels
-
-
-def truth(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """log-probabilities and entropies in fp64."""
-    log_p = (hidden.double() @ weight.double().T).log_softmax(-1)
-    return log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
 
 
 def errors(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     rows = torch.linspace(0, len(hidden) - 1, CHECKED_ROWS, device="cuda").long()
-    log_probs, entropy = truth(hidden[rows], weight, labels[rows])
+    true = truth(hidden[rows], weight, labels[rows])
     stats = linear_log_probs(hidden, weight, labels)
     return {
-        "log_prob_error": (stats.log_probs[rows] - log_probs).abs().max().item(),
-        "entropy_error": (stats.entropy[rows] - entropy).abs().max().item(),
+        "log_prob_error": (stats.log_probs[rows] - true.log_probs).abs().max().item(),
+        "entropy_error": (stats.entropy[rows] - true.entropy).abs().max().item(),
     }
-
-
-def interleaved_medians(providers: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
-    """Milliseconds a run by provider; the first turn of each does not count."""
-    times: dict[str, list[float]] = {name: [] for name in providers}
-    for turn in range(turns + 1):
-        for name, run in providers.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            run()
-            start.record()
-            for _ in range(RUNS_A_TURN):
-                run()
-            stop.record()
-            stop.synchronize()
-            if turn > 0:
-                times[name].append(start.elapsed_time(stop) / RUNS_A_TURN)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def peak_extra_mib(run: Callable[[], object]) -> float:
-    """Device memory that a call needs beyond what was allocated before it, its results included."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    kept = run()
-    torch.cuda.synchronize()
-    extra = torch.cuda.max_memory_allocated() - before
-    del kept
-    return extra / MIB
 
 
 def measure(tokens: int, depth: int, vocab: int, turns: int) -> dict[str, float]:
@@ -176,22 +120,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the first three shapes alone")
     parser.add_argument("--commit", help="what git says here, unless given")
     arguments = parser.parse_args()
-    commit = (
-        arguments.commit
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
     shapes = SHAPES[:3] if arguments.quick else SHAPES
-    results = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "rlhf_losses": __version__,
-        "commit": commit,
-        "rows": [],
-    }
+    results = {**facts(arguments.commit), "rows": []}
     for tokens, depth, vocab, *_ in shapes:
         results["rows"].append(measure(tokens, depth, vocab, arguments.turns))
         torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ exactly 0 (clipped tokens, zero advantage), at the price of one wait for their n
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_losses.kernels.backends import operations
 from rlhf_losses.kernels.gemm import all_finite
 from rlhf_losses.kernels.host_read import HostRead
-from rlhf_losses.kernels.statistics import OUTPUTS, Coefficients, RowStatistics, of_rows
+from rlhf_losses.kernels.statistics import OUTPUTS, Coefficients, Kept, RowStatistics, of_rows
 from rlhf_losses.kernels.transform import LogitTransform
 
 T = TypeVar("T")
@@ -37,26 +37,27 @@ class Call:
     ignore_index: int
     backend: str
     workspace_bytes: int
+    cache_bytes: int = 0
 
 
-def _pack(values: Tensor, rows: Tensor | None) -> Tensor:
+def pack(values: Tensor, rows: Tensor | None) -> Tensor:
     return values if rows is None else values.index_select(0, rows)
 
 
-def _unpack(values: Tensor, rows: Tensor | None, count: int) -> Tensor:
+def unpack(values: Tensor, rows: Tensor | None, count: int) -> Tensor:
     """[N, ...] -> [count, ...] with zeros in the rows left out."""
     if rows is None:
         return values
     return values.new_zeros(count, *values.shape[1:]).index_copy_(0, rows, values)
 
 
-def _without_autocast(tensor: Tensor):
+def without_autocast(tensor: Tensor):
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _outputs(ctx, statistics: RowStatistics, call: Call, count: int) -> tuple[Tensor | None, ...]:
     outputs = tuple(
-        _unpack(value, call.rows, count) if name in call.wanted and value is not None else None
+        unpack(value, call.rows, count) if name in call.wanted and value is not None else None
         for name, value in ((name, getattr(statistics, name)) for name in OUTPUTS)
     )
     ctx.set_materialize_grads(False)
@@ -65,17 +66,33 @@ def _outputs(ctx, statistics: RowStatistics, call: Call, count: int) -> tuple[Te
     return outputs
 
 
-def _save(ctx, call: Call, statistics: RowStatistics, *inputs: Tensor | None) -> None:
+def _save(ctx, call: Call, statistics: RowStatistics, kept: Kept | None, *inputs: Tensor | None) -> None:
     ctx.call = call
     # What no coefficient is made of need not be kept. Labels and temperatures may lie in the caller's memory: saved,
     # they raise where somebody has written there since.
     temperature = call.transform.temperature
     guarded = (call.labels, temperature if isinstance(temperature, Tensor) else None)
-    kept = statistics._replace(log_probs=None, logsumexp=None, argmax=None)
-    ctx.save_for_backward(*guarded, *inputs, *kept)
+    if kept is None:
+        statistics = statistics._replace(log_probs=None)
+    statistics = statistics._replace(logsumexp=None, argmax=None)
+    ctx.save_for_backward(*guarded, *inputs, *statistics, *(kept or (None, None)))
 
 
-def _first_order(backward: Callable) -> Callable:
+def _saved(ctx) -> tuple[tuple[Tensor, ...], RowStatistics, Kept | None]:
+    """The inputs, statistics and kept rows of ``_save``."""
+    _, _, *saved, values, shift = ctx.saved_tensors
+    parts = len(RowStatistics._fields)
+    return tuple(saved[:-parts]), RowStatistics(*saved[-parts:]), None if values is None else Kept(values, shift)
+
+
+def _rows_to_keep(call: Call, weight: Tensor) -> int:
+    """As many as the cache holds."""
+    if call.cache_bytes == 0:
+        return 0
+    return min(len(call.labels), call.cache_bytes // operations(call.backend).kept_row_bytes(weight))
+
+
+def first_order(backward: Callable) -> Callable:
     """Refuses create_graph. (``once_differentiable`` sees a second derivative only through the upstream gradients.)"""
 
     @functools.wraps(backward)
@@ -90,44 +107,50 @@ def _first_order(backward: Callable) -> Callable:
     return checked
 
 
-def _with_gradient(call: Call, upstream: list[Tensor | None]) -> Tensor:
+def with_gradient(labels: Tensor, ignore_index: int, upstream: Sequence[Tensor | None]) -> Tensor:
     """[N] bool: the tokens that count and have any upstream gradient."""
     given = [gradient != 0 for gradient in upstream if gradient is not None]
     if not given:
-        return torch.zeros_like(call.labels, dtype=torch.bool)
-    return functools.reduce(torch.logical_or, given) & (call.labels != call.ignore_index)
+        return torch.zeros_like(labels, dtype=torch.bool)
+    return functools.reduce(torch.logical_or, given) & (labels != ignore_index)
 
 
 def _narrow(
-    call: Call, statistics: RowStatistics, coefficients: Coefficients, kept: Tensor
+    call: Call, statistics: RowStatistics, coefficients: Coefficients, tokens: Tensor
 ) -> tuple[Call, RowStatistics, Coefficients]:
-    """All three for the tokens ``kept`` (indices among the call's)."""
+    """All three for some of the tokens, indices among the call's."""
     narrowed = replace(
         call,
-        rows=kept if call.rows is None else call.rows[kept],
-        labels=call.labels[kept],
-        transform=call.transform.for_rows(kept),
+        rows=tokens if call.rows is None else call.rows[tokens],
+        labels=call.labels[tokens],
+        transform=call.transform.for_rows(tokens),
     )
-    return narrowed, of_rows(statistics, kept), of_rows(coefficients, kept)
+    return narrowed, of_rows(statistics, tokens), of_rows(coefficients, tokens)
 
 
 def _backward_step(
-    call: Call, statistics: RowStatistics, upstream: tuple[Tensor | None, ...], meanwhile: Callable[[], T]
-) -> tuple[Call, RowStatistics, Coefficients, T]:
-    """What the backward works on, and what ``meanwhile`` returns.
+    call: Call,
+    statistics: RowStatistics,
+    upstream: tuple[Tensor | None, ...],
+    meanwhile: Callable[[], T],
+    kept_rows: int = 0,
+) -> tuple[Call, RowStatistics, Coefficients, Tensor | None, T]:
+    """What the backward works on, which of the kept rows are its first (None for all), and what ``meanwhile`` returns.
 
     The number of tokens with a gradient has to reach the host. All that can be launched before it does is, and
     ``meanwhile`` gives the device work for the time that the host needs to launch the next kernel.
     """
     # Contiguous: the gradient of a sum is one number with stride 0, and kernels step by one element.
-    gradients = [None if g is None else _pack(g, call.rows).contiguous() for g in upstream[:4]]
-    some = _with_gradient(call, gradients)
-    count = HostRead(some.sum())
+    gradients = [None if g is None else pack(g, call.rows).contiguous() for g in upstream[:4]]
+    some = with_gradient(call.labels, call.ignore_index, gradients)
+    counts = HostRead(torch.stack([some.sum(), some[:kept_rows].sum()]))
     coefficients = Coefficients.from_upstream(statistics, *gradients)
     result = meanwhile()
-    if int(count.wait()) < len(some):
-        return *_narrow(call, statistics, coefficients, some.nonzero().squeeze(1)), result
-    return call, statistics, coefficients, result
+    count, of_kept = counts.wait().tolist()
+    if count == len(some):
+        return call, statistics, coefficients, None, result
+    tokens = some.nonzero().squeeze(1)
+    return *_narrow(call, statistics, coefficients, tokens), tokens[:of_kept], result
 
 
 class LinearStatistics(torch.autograd.Function):
@@ -135,33 +158,39 @@ class LinearStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor | None, ...]:
-        with _without_autocast(hidden):
-            statistics = operations(call.backend).linear_forward(
-                _pack(hidden, call.rows),
+        keep_rows = _rows_to_keep(call, weight) if any(ctx.needs_input_grad) else 0
+        with without_autocast(hidden):
+            statistics, kept = operations(call.backend).linear_forward(
+                pack(hidden, call.rows),
                 weight,
                 call.labels,
                 call.transform.with_bias(bias),
                 call.wanted,
                 call.ignore_index,
                 call.workspace_bytes,
+                keep_rows,
             )
-        _save(ctx, call, statistics, hidden, weight, bias)
+        _save(ctx, call, statistics, kept, hidden, weight, bias)
         return _outputs(ctx, statistics, call, len(hidden))
 
     @staticmethod
-    @_first_order
+    @first_order
     def backward(ctx, *upstream: Tensor | None):
-        _, _, hidden, weight, bias, *saved = ctx.saved_tensors
+        (hidden, weight, bias), statistics, kept = _saved(ctx)
         needs = ctx.needs_input_grad[:3]
-        with _without_autocast(hidden):
-            call, statistics, coefficients, finite = _backward_step(
-                ctx.call, RowStatistics(*saved), upstream, lambda: all_finite(weight) if needs[0] else None
+        with without_autocast(hidden):
+            call, statistics, coefficients, source, finite = _backward_step(
+                ctx.call,
+                statistics,
+                upstream,
+                lambda: all_finite(weight) if needs[0] else None,
+                0 if kept is None else len(kept.values),
             )
             if len(call.labels) == 0:
                 inputs = zip((hidden, weight, bias), needs, strict=True)
                 return *(torch.zeros_like(x) if need else None for x, need in inputs), None
             d_hidden, d_weight, d_bias = operations(call.backend).linear_backward(
-                _pack(hidden, call.rows),
+                pack(hidden, call.rows),
                 weight,
                 finite,
                 call.labels,
@@ -170,9 +199,11 @@ class LinearStatistics(torch.autograd.Function):
                 coefficients,
                 needs,
                 call.workspace_bytes,
+                kept,
+                source,
             )
         return (
-            None if d_hidden is None else _unpack(d_hidden, call.rows, len(hidden)),
+            None if d_hidden is None else unpack(d_hidden, call.rows, len(hidden)),
             d_weight,
             None if d_bias is None else d_bias.to(bias.dtype),
             None,
@@ -189,19 +220,19 @@ class LogitsStatistics(torch.autograd.Function):
         )
         ctx.in_place = in_place
         ctx.overwritten = False
-        _save(ctx, call, statistics, logits)
+        _save(ctx, call, statistics, None, logits)
         return _outputs(ctx, statistics, call, len(logits))
 
     @staticmethod
-    @_first_order
+    @first_order
     def backward(ctx, *upstream: Tensor | None):
         if ctx.overwritten:
             raise RuntimeError(
                 "log_probs_from_logits: expected one backward with inplace_backward=True, got a second; "
                 "the first wrote the gradient over the logits. Pass inplace_backward=False to keep them"
             )
-        _, _, logits, *saved = ctx.saved_tensors
-        call, statistics, coefficients, _ = _backward_step(ctx.call, RowStatistics(*saved), upstream, lambda: None)
+        (logits,), statistics, _ = _saved(ctx)
+        call, statistics, coefficients, _, _ = _backward_step(ctx.call, statistics, upstream, lambda: None)
         complete = call.rows is None
         if ctx.in_place:
             ctx.overwritten = True

@@ -47,6 +47,14 @@ def device_limits(device: torch.device) -> DeviceLimits:
     )
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory that a call could take: the device's that nobody holds, and what torch's allocator holds in vain."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason that the Triton kernels can't serve this call, or None."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -86,25 +94,26 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 class Operations(NamedTuple):
-    """The four functions that a back end is."""
+    """The functions that a back end is."""
 
     linear_forward: Callable
     linear_backward: Callable
     logits_forward: Callable
     logits_backward: Callable
+    kept_row_bytes: Callable
+    kept_gradient: Callable
+    scale_to: Callable
 
 
 def operations(backend: str) -> Operations:
     """The functions of "chunked" or "triton"; Triton is imported here, on first use."""
     if backend == "triton":
-        from rlhf_losses.kernels import triton_backward, triton_forward, triton_logits
+        from rlhf_losses.kernels import triton_backward, triton_forward, triton_kept, triton_logits, triton_scale
 
-        return Operations(
-            triton_forward.linear_forward,
-            triton_backward.linear_backward,
-            triton_logits.logits_forward,
-            triton_logits.logits_backward,
-        )
-    from rlhf_losses.kernels import chunked
+        logits, kept = (triton_logits,) * 2, (triton_kept,) * 2
+        modules: tuple = (triton_forward, triton_backward, *logits, *kept, triton_scale)
+    else:
+        from rlhf_losses.kernels import chunked
 
-    return Operations(chunked.linear_forward, chunked.linear_backward, chunked.logits_forward, chunked.logits_backward)
+        modules = (chunked,) * len(Operations._fields)
+    return Operations(*(getattr(module, name) for module, name in zip(modules, Operations._fields, strict=True)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_losses.kernels.gemm import accumulator_dtype, added_product, finite_for_product, wide_operand, wide_product
 from rlhf_losses.kernels.host_read import HostRead
-from rlhf_losses.kernels.statistics import Coefficients, RowStatistics, has_column, of_rows, settle
+from rlhf_losses.kernels.statistics import Coefficients, Kept, RowStatistics, has_column, of_rows, settle
 from rlhf_losses.kernels.transform import LogitTransform
 
 # [chunk, V] blocks alive at once, at most: products, logits, dz/da, distance to the maximum, p.
@@ -22,10 +22,16 @@ _BLOCKS = 5
 _NOTHING = -1e4
 
 
-def _chunks(rows: int, vocab: int, dtype: torch.dtype, workspace_bytes: int) -> Iterator[slice]:
+def _chunks(rows: int, vocab: int, dtype: torch.dtype, workspace_bytes: int, border: int = 0) -> Iterator[slice]:
+    """Slices of the rows that the workspace holds; none reaches over ``border``."""
     size = max(1, workspace_bytes // (_BLOCKS * vocab * accumulator_dtype(dtype).itemsize))
-    for start in range(0, rows, size):
-        yield slice(start, min(start + size, rows))
+    for first, last in ((0, border), (border, rows)):
+        for start in range(first, last, size):
+            yield slice(start, min(start + size, last))
+
+
+def _source(rows: Tensor | None, chunk: slice) -> Tensor | slice:
+    return chunk if rows is None else rows[chunk]
 
 
 def _columns(labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
@@ -101,17 +107,54 @@ def linear_forward(
     wanted: frozenset[str],
     ignore_index: int,
     workspace_bytes: int,
-) -> RowStatistics:
-    """hidden [N, H], weight [V, H], labels [N] -> statistics [N]."""
+    keep_rows: int,
+) -> tuple[RowStatistics, Kept | None]:
+    """hidden [N, H], weight [V, H], labels [N] -> statistics [N], and the raw products of the first rows."""
     wide_weight = wide_operand(weight)
-    return _join(
-        [
-            row_statistics(
-                wide_product(hidden[rows], wide_weight.T), labels[rows], transform.for_rows(rows), wanted, ignore_index
-            )
-            for rows in _chunks(len(hidden), len(weight), hidden.dtype, workspace_bytes)
-        ]
-    )
+    wide = accumulator_dtype(hidden.dtype)
+    kept = hidden.new_empty(keep_rows, len(weight), dtype=wide) if keep_rows else None
+    blocks = []
+    for rows in _chunks(len(hidden), len(weight), hidden.dtype, workspace_bytes, keep_rows):
+        products = wide_product(hidden[rows], wide_weight.T)
+        if kept is not None and rows.start < keep_rows:
+            kept[rows] = products
+        blocks.append(row_statistics(products, labels[rows], transform.for_rows(rows), wanted, ignore_index))
+    return _join(blocks), None if kept is None else Kept(kept, None)
+
+
+def kept_row_bytes(weight: Tensor) -> int:
+    """What a row takes that the forward keeps."""
+    return len(weight) * accumulator_dtype(weight.dtype).itemsize
+
+
+def kept_gradient(
+    kept: Kept,
+    source: Tensor | None,
+    labels: Tensor,
+    transform: LogitTransform,
+    statistics: RowStatistics,
+    coefficients: Coefficients,
+    vocab: int,
+    dtype: torch.dtype,
+    workspace_bytes: int,
+) -> Tensor:
+    """da [A, V] of A rows of ``kept``, in its memory.
+
+    ``source`` [A] int64 says which rows, the first A if None: row n is row n of ``kept``, or one beyond the first A.
+    labels, statistics and coefficients are those of the A rows.
+    """
+    rows = len(labels)
+    # Narrower rows end before wide ones of the same number: none is written over that is still to be read.
+    da = kept.values.view(-1).view(dtype)[: rows * vocab].view(rows, vocab)
+    for chunk in _chunks(rows, vocab, dtype, workspace_bytes):
+        da[chunk] = product_gradient(
+            kept.values[_source(source, chunk)],
+            labels[chunk],
+            transform.for_rows(chunk),
+            of_rows(statistics, chunk),
+            of_rows(coefficients, chunk),
+        )
+    return da
 
 
 def linear_backward(
@@ -124,10 +167,13 @@ def linear_backward(
     coefficients: Coefficients,
     needs: tuple[bool, bool, bool],
     workspace_bytes: int,
+    kept: Kept | None = None,
+    source: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden [N, H], weight [V, H] and bias [V], None where ``needs`` says so; summed in fp32.
 
     ``finite`` says whether ``weight`` is, where d_hidden is wanted (gemm.finite_for_product).
+    The first rows are the ones of ``kept``, or as many as ``source`` holds, at its places in ``kept``.
     """
     wide = accumulator_dtype(hidden.dtype)
     need_hidden, need_weight, need_bias = needs
@@ -136,9 +182,11 @@ def linear_backward(
     d_bias = weight.new_zeros(len(weight), dtype=wide) if need_bias else None
     wide_weight = wide_operand(weight)
     product_weight = finite_for_product(weight, finite) if need_hidden else None
-    for rows in _chunks(len(hidden), len(weight), hidden.dtype, workspace_bytes):
+    known = 0 if kept is None else len(kept.values if source is None else source)
+    for rows in _chunks(len(hidden), len(weight), hidden.dtype, workspace_bytes, known):
+        kept_rows = kept is not None and rows.start < known
         da = product_gradient(
-            wide_product(hidden[rows], wide_weight.T),
+            kept.values[_source(source, rows)] if kept_rows else wide_product(hidden[rows], wide_weight.T),
             labels[rows],
             transform.for_rows(rows),
             of_rows(statistics, rows),
@@ -154,8 +202,9 @@ def linear_backward(
     return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias
 
 
-def _source(rows: Tensor | None, chunk: slice) -> Tensor | slice:
-    return chunk if rows is None else rows[chunk]
+def scale_to(out: Tensor, x: Tensor, scale: Tensor) -> None:
+    """out = x * scale, rounded to its type; they may be one."""
+    torch.mul(x, scale, out=out)
 
 
 def logits_forward(

@@ -1,5 +1,7 @@
 """Matrix products whose result or accumulator is wider than their operands, and matrices made ready for them."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -63,20 +65,21 @@ def with_separate_rows(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] else matrix.contiguous()
 
 
-def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
+def narrowed(wide: Tensor, dtype: torch.dtype, write: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> Tensor:
     """``wide`` [M, N] (contiguous) rounded to ``dtype`` in its own memory, which it gives up.
 
     A second buffer would cost as much as half of the accumulator. Rows are narrowed in doubling blocks [k, 2k): the
-    block's narrow form lands where the rows before it have already been read.
+    block's narrow form lands where the rows before it have already been read. ``write(out, x)`` may do more than round.
     """
     if wide.dtype == dtype:
+        write(wide, wide)
         return wide
     rows, columns = wide.shape
     narrow = wide.view(-1).view(dtype)[: rows * columns].view(rows, columns)
-    narrow[:1] = wide[:1].clone()
+    write(narrow[:1], wide[:1].clone())
     start = 1
     while start < rows:
         stop = min(2 * start, rows)
-        narrow[start:stop] = wide[start:stop]
+        write(narrow[start:stop], wide[start:stop])
         start = stop
     return narrow

@@ -1,30 +1,24 @@
 """The statistics and the gradient kernel for Hopper: loads, products and epilogues of different warps overlap.
 
-Same formulas, same helpers and same results layout as triton_forward.py and triton_backward.py; here the program is cut
-into partitions of warps (Gluon's ``warp_specialize``):
-
-    load       one warp keeps STAGES pairs of operand tiles on their way from memory, across tile borders
-    product    two warpgroups, 64 rows each of the block's 128, multiply what has arrived and then work on their logits
-
-The two product partitions share every stage but do not wait for each other: one may be up to STAGES stages ahead, so
-its exponentials and sums run while the other one keeps the tensor cores busy.
-
-FLOPs and bytes are those of the portable kernels. 128 x 256 x 64 tiles; the accumulator of a warpgroup is 64 x 256
-fp32, 128 registers a thread.
+Same formulas, same helpers and same results layout as triton_forward.py and triton_backward.py, and the same FLOPs and
+bytes; hopper_tile.py has the pipeline of their partitions of warps.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from rlhf_losses.kernels.hopper_tile import (
+    LOAD_REGISTERS,
+    PRODUCT_REGISTERS,
+    load_tile,
+    operand_stages,
+    product_tile,
+    store_tile,
+)
 from rlhf_losses.kernels.triton_tile import (
     grouped,
+    kept_exponentials,
     label_columns,
     product_gradient_tile,
     store_sums,
@@ -32,61 +26,6 @@ from rlhf_losses.kernels.triton_tile import (
     take_tile,
     transform_tile,
 )
-
-# Launch options. Four stages of 48 KiB, and the gradient's 32 KiB of results, fill the shared memory. The kernels start
-# with three warpgroups of 168 registers a thread, redistributed below.
-OPTIONS = {"STAGES": 4, "num_warps": 4, "maxnreg": 168}
-_PRODUCT_REGISTERS = gl.constexpr(240)
-_LOAD_REGISTERS = gl.constexpr(24)
-
-
-@gluon.jit
-def _load_tile(hidden, weight, stages, count, n0, v0, H: gl.constexpr, BH: gl.constexpr):
-    """Fetch hidden[n0:, :] and weight[v0:, :], stage by stage, as stages fall empty; ``count`` stages went before."""
-    a, b, full, empty, _ = stages
-    STAGES: gl.constexpr = a.shape[0]
-    for h0 in range(0, H, BH):
-        stage = count % STAGES
-        mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
-        arrived = full.index(stage)
-        mbarrier.expect(arrived, hidden.block_type.nbytes + weight.block_type.nbytes)
-        tma.async_copy_global_to_shared(hidden, [n0, h0], arrived, a.index(stage))
-        tma.async_copy_global_to_shared(weight, [v0, h0], arrived, b.index(stage))
-        count += 1
-    return count
-
-
-@gluon.jit
-def _product_tile(stages, count, GROUP_ROWS: gl.constexpr, HALF: gl.constexpr, STEPS: gl.constexpr):
-    """[GROUP_ROWS, BV] product of this warpgroup's half of the hidden rows, from STEPS stages.
-
-    The second half begins a tile when the first has a stage of it behind: left to themselves the two would meet, and
-    do their epilogues at the same time. A barrier tells two tiles apart but not three, so this holds only where the
-    first half can't be two tiles ahead: it gets STAGES stages beyond what the second has given back.
-    """
-    a, b, full, empty, lead = stages
-    STAGES: gl.constexpr = a.shape[0]
-    LEAD: gl.constexpr = STEPS >= STAGES
-    BV: gl.constexpr = b.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
-    acc = gl.zeros([GROUP_ROWS, BV], gl.float32, layout)
-    if LEAD and HALF == 1:
-        mbarrier.wait(lead, count // STEPS & 1)
-    for step in range(STEPS):
-        stage = count % STAGES
-        mbarrier.wait(full.index(stage), count // STAGES & 1)
-        rows = a.index(stage).slice(HALF * GROUP_ROWS, GROUP_ROWS)
-        # [GROUP_ROWS, BH] @ [BH, BV]
-        acc = warpgroup_mma(rows, b.index(stage).permute((1, 0)), acc, use_acc=step > 0, is_async=True)
-        # One product stays in flight; the stage of the one before it is free.
-        acc = warpgroup_mma_wait(1, [acc])
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=step > 0)
-        if LEAD and HALF == 0:
-            mbarrier.arrive(lead, pred=step == 0)
-        count += 1
-    acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
-    return acc, count
 
 
 @gluon.jit
@@ -110,15 +49,16 @@ def _statistics_load(
         block, split = grouped(item, row_blocks, splits, GROUP)
         first, last = _tiles_of(labels, ignore_index, block * BN, split, splits, N, V, BN, BV)
         for tile in range(first, last):
-            count = _load_tile(hidden, weight, stages, count, block * BN, tile * BV, H, BH)
+            count = load_tile(hidden, weight, stages, count, block * BN, tile * BV, H, BH)
 
 
 @gluon.jit
 def _statistics_product(
-    stages, tokens, partial, stretch,
+    stages, tokens, partial, kept, stretch,
     HALF: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     labels, label_logit, transform, ignore_index = tokens
+    exponentials, kept_shift, result, K = kept
     N, V, splits = stretch
     ROWS: gl.constexpr = BN // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
@@ -139,41 +79,33 @@ def _statistics_product(
         for tile in range(first, last):
             v0 = tile * BV
             v = v0 + gl.arange(0, BV, by_column)
-            z, count = _product_tile(stages, count, ROWS, HALF, (H + BH - 1) // BH)
+            z, count = product_tile(stages, count, ROWS, HALF, (H + BH - 1) // BH)
             z, _ = transform_tile(z, transform, n, v, N, V)
-            m, s, u, q, arg = take_tile(z, n, v, v0, V, label, label_logit, (m, s, u, q, arg), partial, BV, False)
+            e, m, s, u, q, arg = take_tile(z, n, v, v0, V, label, label_logit, (m, s, u, q, arg), partial, BV, False)
+            if exponentials is not None:  # noqa: SIM102 (decided at compile time, the place of the block is not)
+                if block * BN < K:
+                    store_tile(
+                        exponentials, block * BN + HALF * ROWS, v0, result, kept_exponentials(e, exponentials.dtype)
+                    )
+                    gl.store(kept_shift + tile * K + n, m, mask=n < K)
         store_sums(partial, split, n, N, m, s, u, q, arg)
+    if exponentials is not None:
+        tma.store_wait(0)
 
 
-@gluon.jit
-def _operand_stages(hidden, weight, STAGES: gl.constexpr):
-    """Shared memory for STAGES operand pairs, and the barriers that say a stage is full or empty."""
-    a = gl.allocate_shared_memory(
-        hidden.dtype, [STAGES, hidden.block_type.shape[0], hidden.block_type.shape[1]], hidden.layout
-    )
-    b = gl.allocate_shared_memory(
-        weight.dtype, [STAGES, weight.block_type.shape[0], weight.block_type.shape[1]], weight.layout
-    )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    mbarrier.init(lead, count=1)
-    return a, b, full, empty, lead
-
-
-@gluon.jit(do_not_specialize=["N", "ignore_index"])
+@gluon.jit(do_not_specialize=["N", "K", "ignore_index"])
 def statistics_kernel(
     hidden,  # [N, H] descriptor, blocks [BN, BH]
     weight,  # [V, H] descriptor, blocks [BV, BH]
     labels,  # [N]
     label_logit,  # [N] fp32 out, written where the label lies in this stretch
     partial,  # Sums, [splits, N] each
+    exponentials,  # [K, tiles * BV] out, descriptor, blocks [BN / 2, BV / 2]; or None
+    kept_shift,  # [tiles, K] out; or None
     transform,
     ignore_index,
     N,
+    K,
     V,
     splits,
     H: gl.constexpr,
@@ -183,17 +115,22 @@ def statistics_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    stages = _operand_stages(hidden, weight, STAGES)
+    stages = operand_stages(hidden, weight, STAGES)
     tokens = (labels, label_logit, transform, ignore_index)
     stretch = (N, V, splits)
+    upper, lower = ((None, None, None, K), (None, None, None, K))
+    if exponentials is not None:
+        results = gl.allocate_shared_memory(exponentials.dtype, [2, BN // 2, BV // 2], exponentials.layout)
+        upper = (exponentials, kept_shift, results.index(0), K)
+        lower = (exponentials, kept_shift, results.index(1), K)
     gl.warp_specialize(
         [
-            (_statistics_product, (stages, tokens, partial, stretch, 0, H, BN, BV, BH, GROUP)),
-            (_statistics_product, (stages, tokens, partial, stretch, 1, H, BN, BV, BH, GROUP)),
+            (_statistics_product, (stages, tokens, partial, upper, stretch, 0, H, BN, BV, BH, GROUP)),
+            (_statistics_product, (stages, tokens, partial, lower, stretch, 1, H, BN, BV, BH, GROUP)),
             (_statistics_load, (hidden, weight, stages, labels, ignore_index, stretch, H, BN, BV, BH, GROUP)),
         ],
         [4, 1],
-        [_PRODUCT_REGISTERS, _LOAD_REGISTERS],
+        [PRODUCT_REGISTERS, LOAD_REGISTERS],
     )
 
 
@@ -207,16 +144,7 @@ def _gradient_load(
     row_blocks = gl.cdiv(N, BN)
     for item in range(gl.program_id(0), row_blocks * tiles, gl.num_programs(0)):
         block, tile = grouped(item, row_blocks, tiles, GROUP)
-        count = _load_tile(hidden, weight, stages, count, block * BN, (first_tile + tile) * BV, H, BH)
-
-
-@gluon.jit
-def _store_half(da, n0, v0, result, values):
-    """Write [ROWS, BV / 2] values; the store before this one must have left the buffer."""
-    tma.store_wait(0)
-    result.store(values)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(da, [n0, v0], result)
+        count = load_tile(hidden, weight, stages, count, block * BN, (first_tile + tile) * BV, H, BH)
 
 
 @gluon.jit
@@ -239,12 +167,10 @@ def _gradient_product(
         m = gl.load(shift + n, mask=n < N, other=0.0)
         log_s = gl.load(log_sum + n, mask=n < N, other=0.0)
         label = label_columns(labels, n, N, V)
-        z, count = _product_tile(stages, count, ROWS, HALF, (H + BH - 1) // BH)
+        z, count = product_tile(stages, count, ROWS, HALF, (H + BH - 1) // BH)
         z, slope = transform_tile(z, transform, n, v, N, V)
         out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, v0, N, False)
-        left, right = out.to(da.dtype).reshape([ROWS, 2, BV // 2]).permute((0, 2, 1)).split()
-        _store_half(da, n0, tile * BV, result, left)
-        _store_half(da, n0, tile * BV + BV // 2, result, right)
+        store_tile(da, n0, tile * BV, result, out.to(da.dtype))
     tma.store_wait(0)
 
 
@@ -269,7 +195,7 @@ def product_gradient_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    stages = _operand_stages(hidden, weight, STAGES)
+    stages = operand_stages(hidden, weight, STAGES)
     results = gl.allocate_shared_memory(da.dtype, [2, BN // 2, BV // 2], da.layout)
     tokens = (labels, shift, log_sum, coefficients, transform)
     stretch = (N, V, first_tile, tiles)
@@ -280,5 +206,5 @@ def product_gradient_kernel(
             (_gradient_load, (hidden, weight, stages, stretch, H, BN, BV, BH, GROUP)),
         ],
         [4, 1],
-        [_PRODUCT_REGISTERS, _LOAD_REGISTERS],
+        [PRODUCT_REGISTERS, LOAD_REGISTERS],
     )

@@ -59,6 +59,18 @@ class RowStatistics(NamedTuple):
     argmax: Tensor | None
 
 
+class Kept(NamedTuple):
+    """What a forward keeps of its first K rows, so that their gradient needs no product; a back end reads its own.
+
+    triton   values [K, tiles * columns of a tile], e^(z - shift) in the operands' dtype, or raw products if that is
+             fp32; shift [tiles, K], fp32
+    chunked  values [K, V], raw products in the accumulator's dtype; no shift
+    """
+
+    values: Tensor
+    shift: Tensor | None
+
+
 def has_column(labels: Tensor, vocab: int) -> Tensor:
     """[N] bool: the labels that are one of ``vocab`` columns."""
     return (labels >= 0) & (labels < vocab)

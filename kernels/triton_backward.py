@@ -7,6 +7,8 @@ A tile kernel recomputes z and writes da [N, C] for C columns at a time, as many
 multiplies it. d_weight[C] is one GEMM over all rows, rounded once; d_hidden is summed over the stretches in fp32. The
 label's term joins in fp32, before da's one rounding to the operands' dtype.
 
+Rows whose exponentials the forward has kept need no z: triton_kept.py writes their part of da.
+
 FLOPs 2*N*H*V for z and 2*N*H*V for each of the two products. Bytes beside the operands: da written once and read
 twice, and d_hidden in fp32 read and written once per stretch.
 """
@@ -18,9 +20,10 @@ from torch import Tensor
 
 from rlhf_losses.kernels.gemm import added_product, finite_for_product, narrowed
 from rlhf_losses.kernels.host_read import HostRead
-from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
+from rlhf_losses.kernels.statistics import Coefficients, Kept, RowStatistics, of_rows
 from rlhf_losses.kernels.transform import LogitTransform
-from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context
+from rlhf_losses.kernels.triton_kept import write_kept_gradient
+from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context, tile_of
 from rlhf_losses.kernels.triton_tile import grouped, label_columns, product_gradient_tile, product_tile, transform_tile
 
 
@@ -71,6 +74,39 @@ def _product_gradient_kernel(
             tl.store(da + at, out.to(da.dtype.element_ty), mask=(n < N)[:, None])
 
 
+def _write_product_gradient(
+    problem: Problem,
+    labels: Tensor,
+    statistics: RowStatistics,
+    coefficients: Coefficients,
+    out: Tensor,
+    vocab: int,
+    first_tile: int,
+    tiles: int,
+) -> None:
+    """da of the problem's rows, and of ``tiles`` tiles of the vocabulary, to ``out`` [N, tiles * columns of a tile]."""
+    arguments = (
+        problem.hidden,
+        problem.weight,
+        labels,
+        statistics.shift,
+        statistics.norm,
+        coefficients,
+        problem.transform,
+        problem.result_blocks(out),
+    )
+    stretch = (problem.rows, vocab, first_tile, tiles)
+    grid = (problem.programs(tiles),)
+    with launch_context(out.device):
+        if problem.overlapped:
+            from rlhf_losses.kernels import hopper, hopper_tile
+
+            hopper.product_gradient_kernel[grid](*arguments, *stretch, **problem.constants, **hopper_tile.OPTIONS)
+        else:
+            strides = (problem.stride_n, problem.stride_v, out.stride(0))
+            _product_gradient_kernel[grid](*arguments, *strides, *stretch, **problem.constants)
+
+
 def linear_backward(
     hidden: Tensor,
     weight: Tensor,
@@ -81,16 +117,26 @@ def linear_backward(
     coefficients: Coefficients,
     needs: tuple[bool, bool, bool],
     workspace_bytes: int,
+    kept: Kept | None = None,
+    source: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden [N, H], weight [V, H] and bias [V], None where ``needs`` says so.
 
     ``finite`` says whether ``weight`` is, where d_hidden is wanted (gemm.finite_for_product).
+    The first rows are the ones of ``kept``, or as many as ``source`` holds, at its places in ``kept``.
     The workspace holds at least one tile's columns of all rows, even where ``workspace_bytes`` is less.
     """
     need_hidden, need_weight, need_bias = needs
-    rows, vocab, device, dtype = len(hidden), len(weight), hidden.device, hidden.dtype
-    problem = Problem.of(hidden, weight, transform)
-    width = problem.tile.columns
+    rows, vocab, dtype = len(hidden), len(weight), hidden.dtype
+    known = 0 if kept is None else len(kept.values if source is None else source)
+
+    def of(part: slice | Tensor) -> tuple[Tensor, LogitTransform, RowStatistics, Coefficients]:
+        return labels[part], transform.for_rows(part), of_rows(statistics, part), of_rows(coefficients, part)
+
+    # An index copies: for vectors that start where no tensor does, a kernel would be compiled once more.
+    first, rest = of(slice(known)), of(torch.arange(known, rows, device=hidden.device) if known else slice(None))
+    problem = Problem.of(hidden[known:], weight, rest[1]) if known < rows else None
+    width = tile_of(weight).columns
     tiles = cdiv(vocab, width)
     # Equal stretches: a short last one would leave multiprocessors idle.
     most = max(1, workspace_bytes // (rows * width * hidden.element_size()))
@@ -103,27 +149,11 @@ def linear_backward(
     for first_tile in range(0, tiles, per_stretch):
         count = min(per_stretch, tiles - first_tile)
         padded = workspace[: rows * count * width].view(rows, count * width)
-        with launch_context(device):
-            arguments = (
-                problem.hidden,
-                problem.weight,
-                labels,
-                statistics.shift,
-                statistics.norm,
-                coefficients,
-                problem.transform,
-            )
-            stretch = (rows, vocab, first_tile, count)
-            grid = (problem.programs(count),)
-            if problem.overlapped:
-                from rlhf_losses.kernels import hopper
-
-                out = problem.blocks(padded, problem.tile.rows // 2, width // 2)
-                hopper.product_gradient_kernel[grid](*arguments, out, *stretch, **problem.constants, **hopper.OPTIONS)
-            else:
-                out = problem.blocks(padded, problem.tile.rows, width)
-                strides = (problem.stride_n, problem.stride_v, padded.stride(0))
-                _product_gradient_kernel[grid](*arguments, out, *strides, *stretch, **problem.constants)
+        stretch = (vocab, first_tile, count)
+        if kept is not None and known:
+            write_kept_gradient(kept, source, *first, padded[:known], *stretch)
+        if problem is not None:
+            _write_product_gradient(problem, rest[0], rest[2], rest[3], padded[known:], *stretch)
         columns = slice(first_tile * width, min((first_tile + count) * width, vocab))
         da = padded[:, : columns.stop - columns.start]
         if d_bias is not None:

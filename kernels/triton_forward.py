@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_losses.kernels.statistics import RowStatistics
+from rlhf_losses.kernels.statistics import Kept, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
 from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context
 from rlhf_losses.kernels.triton_tile import (
@@ -31,6 +31,7 @@ from rlhf_losses.kernels.triton_tile import (
     exp2,
     finite_shift,
     grouped,
+    kept_exponentials,
     label_columns,
     log2,
     product_tile,
@@ -51,18 +52,21 @@ class Sums(NamedTuple):
     arg: Tensor | None
 
 
-@triton.jit(do_not_specialize=["N", "ignore_index"])
+@triton.jit(do_not_specialize=["N", "K", "ignore_index"])
 def _statistics_kernel(
     hidden,  # [N, H]
     weight,  # [V, H]
     labels,  # [N]
     label_logit,  # [N] fp32 out, written where the label lies in this stretch
     partial: Sums,  # [splits, N] each
+    values,  # [K, tiles * BV] out; or None
+    kept_shift,  # [tiles, K] out; or None
     transform: Transform,
     ignore_index,
     stride_n,
     stride_v,
     N,
+    K,
     V,
     splits,
     H: tl.constexpr,
@@ -95,7 +99,19 @@ def _statistics_kernel(
                 hidden, weight, stride_n, stride_v, n0, v0, N, V, H, BN, BV, BH, DESCRIPTORS, PRECISION
             )  # fmt: skip
             z, _ = transform_tile(a, transform, n, v, N, V)
-            m, s, u, q, arg = take_tile(z, n, v, v0, V, label, label_logit, (m, s, u, q, arg), partial, BV, EXACT)
+            e, m, s, u, q, arg = take_tile(z, n, v, v0, V, label, label_logit, (m, s, u, q, arg), partial, BV, EXACT)
+            if values is not None:  # noqa: SIM102 (decided at compile time, the place of the block is not)
+                if n0 < K:
+                    # Of fp32, whose products are true, those: as large as e, and exact.
+                    kept = (
+                        a if EXACT else kept_exponentials(e, hidden.dtype if DESCRIPTORS else hidden.dtype.element_ty)
+                    )
+                    if DESCRIPTORS:
+                        values.store([n0, v0], kept)
+                    else:
+                        at = n.to(tl.int64)[:, None] * (tl.cdiv(V, BV) * BV) + v[None, :]
+                        tl.store(values + at, kept, mask=(n < K)[:, None])
+                    tl.store(kept_shift + tile * K + n, m, mask=n < K)
         store_sums(partial, split, n, N, m, s, u, q, arg)
 
 
@@ -187,12 +203,14 @@ def linear_forward(
     wanted: frozenset[str],
     ignore_index: int,
     workspace_bytes: int,
-) -> RowStatistics:
-    """hidden [N, H], weight [V, H] of one dtype, labels [N] -> statistics [N]."""
+    keep_rows: int,
+) -> tuple[RowStatistics, Kept | None]:
+    """hidden [N, H], weight [V, H] of one dtype, labels [N] -> statistics [N], and what is kept of the first rows."""
     del workspace_bytes  # partial results take 12 to 20 bytes per row and stretch, whatever the workspace
     rows, vocab, device = len(hidden), len(weight), hidden.device
     problem = Problem.of(hidden, weight, transform)
-    splits = min(problem.tile.splits, cdiv(vocab, problem.tile.columns))
+    width, tiles = problem.tile.columns, cdiv(vocab, problem.tile.columns)
+    splits = min(problem.tile.splits, tiles)
 
     def partial(dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(splits, rows, device=device, dtype=dtype)
@@ -206,17 +224,26 @@ def linear_forward(
     )
     label_logit = torch.empty(rows, device=device)
     out = empty_statistics(rows, wanted, device)
+    kept = None
+    if keep_rows:
+        kept = Kept(hidden.new_empty(keep_rows, tiles * width), torch.empty(tiles, keep_rows, device=device))
     with launch_context(device):
-        arguments = (problem.hidden, problem.weight, labels, label_logit, sums, problem.transform, ignore_index)
-        stretches = (rows, vocab, splits)
+        arguments = (problem.hidden, problem.weight, labels, label_logit, sums)
+        keeping = (None, None) if kept is None else (problem.result_blocks(kept.values), kept.shift)
+        stretches = (rows, keep_rows, vocab, splits)
         grid = (problem.programs(splits),)
         if problem.overlapped:
-            from rlhf_losses.kernels import hopper
+            from rlhf_losses.kernels import hopper, hopper_tile
 
-            hopper.statistics_kernel[grid](*arguments, *stretches, **problem.constants, **hopper.OPTIONS)
+            hopper.statistics_kernel[grid](
+                *arguments, *keeping, problem.transform, ignore_index, *stretches,
+                **problem.constants, **hopper_tile.OPTIONS,
+            )  # fmt: skip
         else:
             strides = (problem.stride_n, problem.stride_v)
-            _statistics_kernel[grid](*arguments, *strides, *stretches, **problem.constants)
+            _statistics_kernel[grid](
+                *arguments, *keeping, problem.transform, ignore_index, *strides, *stretches, **problem.constants
+            )
         merge_rows = 64
         _merge_kernel[(cdiv(rows, merge_rows),)](
             sums,
@@ -230,4 +257,4 @@ def linear_forward(
             SPLITS=triton.next_power_of_2(splits),
             BN=merge_rows,
         )
-    return out
+    return out, kept

@@ -55,7 +55,7 @@ def _statistics_kernel(
         a = tl.load(source + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
         z, _ = transform_tile(a, transform, ns, v, N, V)
         z = tl.where((v < V)[None, :], z, float("-inf"))
-        m, s, u, q, arg = absorb_tile(
+        _, m, s, u, q, arg = absorb_tile(
             z, v, m, s, u, q, arg, out.entropy is not None, out.sum_p_squared is not None, out.argmax is not None, EXACT
         )
     column = label_columns(labels, ns, N, V)

@@ -44,6 +44,13 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def tile_of(operand: Tensor) -> Tile:
+    """What the kernels compute such operands' products with."""
+    tile = pick_tile(device_limits(operand.device), operand.element_size())
+    assert tile is not None  # choose_backend has asked
+    return tile
+
+
 def launch_context(device: torch.device):
     """Kernels launch on the current device, which need not be the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -80,9 +87,7 @@ class Problem:
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, transform: LogitTransform) -> "Problem":
-        limits = device_limits(hidden.device)
-        tile = pick_tile(limits, hidden.element_size())
-        assert tile is not None  # choose_backend has asked
+        limits, tile = device_limits(hidden.device), tile_of(hidden)
         rows, depth = hidden.shape
         hidden, weight = with_separate_rows(hidden), with_separate_rows(weight)
         stride_n, stride_v = hidden.stride(0), weight.stride(0)
@@ -139,6 +144,11 @@ class Problem:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+    def result_blocks(self, matrix: Tensor) -> Any:
+        """``matrix`` [N, C] as the kernels write it: by tiles, or quarters if half a block writes for itself."""
+        parts = 2 if self.overlapped else 1
+        return self.blocks(matrix, self.tile.rows // parts, self.tile.columns // parts)
 
     def programs(self, columns: int) -> int:
         """One program per multiprocessor, or per item of row blocks x columns where those are fewer."""

@@ -23,6 +23,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # 2^-200 is 0 in fp32: below it a term adds nothing to the entropy, where a distance of -inf would add NaN.
 NOTHING = tl.constexpr(-200.0)
+# Exponentials lie in [0, 1]; kept in fp16 they are multiplied by 2^14, or those below 6e-8 would all be 0.
+FP16_UNIT = tl.constexpr(16384.0)
 _PTX = tl.constexpr(torch.version.hip is None and not interpreting())
 
 
@@ -56,6 +58,14 @@ def distance(z, m):
     if _PTX:
         return tl.inline_asm_elementwise("sub.rn.f32 $0, $1, $2;", "=f,f,f", [z, m], tl.float32, is_pure=True, pack=1)
     return z - m
+
+
+@triton.jit
+def rough_log2(x):
+    """log2(x) of a normal x > 0 to 2^-22, absolute: the hardware's, not the portable dozen of instructions."""
+    if _PTX:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.log2(x)
 
 
 @triton.jit
@@ -93,6 +103,24 @@ def transform_tile(a, transform, n, v, N, V):
         z = z * inverse
         slope = slope * inverse
     return z, slope
+
+
+@triton.jit
+def slope_tile(z, transform, n, N):
+    """dz/da [BN, BV], or a number, from z alone: what ``transform_tile`` gives beside it, to the digits that z has."""
+    temperature = 1.0
+    if transform.inverse_temperature is not None:
+        temperature = 1.0 / transform.inverse_temperature
+    if transform.inverse_temperatures is not None:
+        temperature = (1.0 / tl.load(transform.inverse_temperatures + n, mask=n < N, other=1.0))[:, None]
+    slope = 1.0
+    if transform.scale is not None:
+        slope = slope * transform.scale
+    if transform.softcap is not None:
+        # 1 - tanh^2; that of z = -inf, which no softcap gives, is of no account.
+        x = tl.minimum(tl.maximum(z * temperature / transform.softcap, -1.0), 1.0)
+        slope = slope * (1.0 - x) * (1.0 + x)
+    return slope / temperature
 
 
 @triton.jit
@@ -167,7 +195,10 @@ def grouped(item, row_blocks, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def absorb_tile(z, v, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr, EXACT: tl.constexpr):
-    """Running sums [BN] after one more tile of logits z [BN, BV], its columns v [BV] in rising order."""
+    """2^t [BN, BV] of one more tile of logits z, columns v [BV] in rising order, and the running sums [BN] after it.
+
+    The 2^t are relative to the m returned: where a row has its maximum so far, 2^t is exactly 1.
+    """
     tile_max = tl.max(z, 1)
     if ARG:
         tile_arg = tl.min(tl.where(z == tile_max[:, None], v[None, :], 2147483647), 1)
@@ -183,12 +214,12 @@ def absorb_tile(z, v, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl
     if Q:
         q = decay * decay * q + tl.sum(e * e, 1)
     s = decay * s + tl.sum(e, 1)
-    return m_new, s, u, q, arg
+    return e, m_new, s, u, q, arg
 
 
 @triton.jit
 def take_tile(z, n, v, v0, V, label, label_logit, sums, partial, BV: tl.constexpr, EXACT: tl.constexpr):
-    """Running sums after the tile z [BN, BV] at column v0: padding masked, the labels' logits stored, all absorbed."""
+    """``absorb_tile`` of the tile z [BN, BV] at column v0, its padding masked; stores the labels' logits it holds."""
     if v0 + BV > V:
         z = tl.where((v < V)[None, :], z, float("-inf"))
     # At V = 150k four tiles in five hold no label of their 128 rows; a vote is cheaper than the search.
@@ -200,6 +231,14 @@ def take_tile(z, n, v, v0, V, label, label_logit, sums, partial, BV: tl.constexp
     return absorb_tile(
         z, v, m, s, u, q, arg, partial.u is not None, partial.q is not None, partial.arg is not None, EXACT
     )
+
+
+@triton.jit
+def kept_exponentials(e, dtype: tl.constexpr):
+    """2^t as they are kept for the backward (triton_kept.py)."""
+    if dtype == tl.float16:
+        e = e * FP16_UNIT
+    return e.to(dtype)
 
 
 @triton.jit
@@ -223,17 +262,22 @@ def finite_shift(m):
 
 
 @triton.jit
-def product_gradient_tile(z, slope, shift, log_sum, coefficients, label, n, v, v0, N, EXACT: tl.constexpr):
-    """da [BN, BV] from transformed logits z and dz/da, both [BN, BV]; shift, log_sum, label, n [BN], v [BV]."""
-    log2_p = distance(z, shift[:, None]) * LOG2E - log_sum[:, None]
-    p = exp2(log2_p, EXACT)
+def without_label(p, log2_p, coefficients, n, N):
+    """dz but for the label's term: p (c_p + c_plogp log p + c_pp p), of probabilities and their base-2 logarithms."""
     inner = tl.load(coefficients.p + n, mask=n < N, other=0.0)[:, None]
     if coefficients.plogp is not None:
         c_plogp = tl.load(coefficients.plogp + n, mask=n < N, other=0.0) * LN2
         inner = inner + c_plogp[:, None] * tl.maximum(log2_p, NOTHING)
     if coefficients.pp is not None:
         inner = inner + tl.load(coefficients.pp + n, mask=n < N, other=0.0)[:, None] * p
-    dz = p * inner
+    return p * inner
+
+
+@triton.jit
+def product_gradient_tile(z, slope, shift, log_sum, coefficients, label, n, v, v0, N, EXACT: tl.constexpr):
+    """da [BN, BV] from transformed logits z and dz/da, both [BN, BV]; shift, log_sum, label, n [BN], v [BV]."""
+    log2_p = distance(z, shift[:, None]) * LOG2E - log_sum[:, None]
+    dz = without_label(exp2(log2_p, EXACT), log2_p, coefficients, n, N)
     if coefficients.y is not None:  # noqa: SIM102 (decided at compile time, the vote is not)
         if tl.max(((label >= v0) & (label < v0 + dz.shape[1])).to(tl.int32), 0) > 0:
             c_y = tl.load(coefficients.y + n, mask=n < N, other=0.0)

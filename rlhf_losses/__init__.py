@@ -22,7 +22,9 @@ from rlhf_losses.functions import backend_for, linear_log_probs, log_probs_from_
 from rlhf_losses.kernels.backends import BackendChoice  # noqa: E402
 from rlhf_losses.kernels.statistics import TokenStats  # noqa: E402
 from rlhf_losses.kernels.transform import LogitTransform  # noqa: E402
-from rlhf_losses.policy import LossOutput, PolicyBatch, PolicyLossConfig, policy_loss  # noqa: E402
+from rlhf_losses.linear_policy import linear_policy_loss  # noqa: E402
+from rlhf_losses.policy import LossOutput, PolicyLossConfig, policy_loss  # noqa: E402
+from rlhf_losses.policy_batch import PolicyBatch  # noqa: E402
 from rlhf_losses.validation import check  # noqa: E402
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "backend_for",
     "check",
     "linear_log_probs",
+    "linear_policy_loss",
     "log_probs_from_logits",
     "policy_loss",
 ]

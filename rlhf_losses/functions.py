@@ -1,6 +1,7 @@
 """The public functions over a head: from hidden states, and from logits that somebody already holds."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from rlhf_losses import validation
 from rlhf_losses.kernels import reference
 from rlhf_losses.kernels.autograd import Call, LinearStatistics, LogitsStatistics
-from rlhf_losses.kernels.backends import BackendChoice, choose_backend
+from rlhf_losses.kernels.backends import BackendChoice, choose_backend, free_bytes
 from rlhf_losses.kernels.gemm import accumulator_dtype, with_separate_rows
 from rlhf_losses.kernels.statistics import TokenStats
 from rlhf_losses.kernels.transform import LogitTransform
@@ -31,6 +32,7 @@ def linear_log_probs(
     backend: str = "auto",
     workspace_bytes: int | None = None,
     validate: str = "async",
+    cache_bytes: int | str = 0,
 ) -> TokenStats:
     """Log-probability of each label and entropy of each distribution, without the logits.
 
@@ -57,6 +59,10 @@ def linear_log_probs(
         validate: what happens with a label outside of [0, V) at a token that counts: "async" gives NaN for that token,
             its gradient included, and raises at the next call that finds the device's answer arrived, or at
             ``check()``; "sync" raises at once, and waits for the device; "off" gives NaN.
+        cache_bytes: what the forward may keep until the backward, so that the backward need not multiply the logits
+            again: 2 bytes and a little per logit (triton, 16 bits; 4 elsewhere) make it 6 instead of 8 products' worth,
+            for as many tokens as fit. "auto" takes half of the memory that is free at the call. Nothing is kept where
+            no gradient can be asked for, and by the reference, which keeps all.
 
     Returns:
         ``TokenStats`` with the fields asked for, shaped like labels, fp32 (fp64 for fp64 inputs).
@@ -67,34 +73,24 @@ def linear_log_probs(
 
     Formulas: docs/math.md.
     """
-    validation.require_plain(hidden_states=hidden_states, weight=weight, bias=bias)
-    hidden_states, weight, bias = _autocast(hidden_states, weight, bias)
-    validation.require_head(hidden_states, weight, bias)
-    validation.require_tokens(labels, mask, hidden_states.shape[:-1], hidden_states, "hidden_states")
-    call = _prepare(
-        labels=labels,
-        dtype=hidden_states.dtype,
-        transform=LogitTransform(
-            scale=logit_scale, softcap=softcap, temperature=validation.per_token_temperature(temperature, labels)
-        ),
+    hidden, weight, bias, call = head_call(
+        hidden_states,
+        weight,
+        labels,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
         mask=mask,
         ignore_index=ignore_index,
         outputs=outputs,
         backend=backend,
         workspace_bytes=workspace_bytes,
         validate=validate,
+        cache_bytes=cache_bytes,
     )
-    hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if len(call.labels) == 0:
-        # Nothing to score, but a graph: every parameter gets its zeros.
-        stats = _nothing(len(hidden), hidden[:0].sum() + weight[:0].sum() + (0 if bias is None else bias[:0].sum()))
-    elif call.backend == "reference":
-        picked = hidden if call.rows is None else hidden[call.rows]
-        packed = reference.linear_statistics(picked, weight, call.labels, call.transform.with_bias(bias), ignore_index)
-        stats = _scattered(packed, call.rows, len(hidden))
-    else:
-        stats = TokenStats(*LinearStatistics.apply(hidden, weight, bias, call))
-    return _finish(stats, call, weight.shape[0], labels.shape, validate)
+    stats = head_statistics(hidden, weight, bias, call)
+    return finish(stats, call, weight.shape[0], labels.shape, validate)
 
 
 def log_probs_from_logits(
@@ -148,7 +144,7 @@ def log_probs_from_logits(
         stats = _scattered(packed, call.rows, len(flat))
     else:
         stats = TokenStats(*LogitsStatistics.apply(flat, call, inplace_backward))
-    return _finish(stats, call, logits.shape[-1], labels.shape, validate)
+    return finish(stats, call, logits.shape[-1], labels.shape, validate)
 
 
 def backend_for(tensor: Tensor, backend: str = "auto") -> BackendChoice:
@@ -158,6 +154,46 @@ def backend_for(tensor: Tensor, backend: str = "auto") -> BackendChoice:
     "triton" and can't be had.
     """
     return choose_backend(backend, tensor.device, tensor.dtype)
+
+
+def head_call(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float | None,
+    cache_bytes: int | str = 0,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor | None, Call]:
+    """Arguments of ``linear_log_probs``, checked: hidden states [N, H], weight and bias as multiplied, and the call."""
+    validation.require_plain(hidden_states=hidden_states, weight=weight, bias=bias)
+    hidden_states, weight, bias = _autocast(hidden_states, weight, bias)
+    validation.require_head(hidden_states, weight, bias)
+    validation.require_tokens(labels, options["mask"], hidden_states.shape[:-1], hidden_states, "hidden_states")
+    per_token = validation.per_token_temperature(temperature, labels)
+    call = _prepare(
+        labels=labels,
+        dtype=hidden_states.dtype,
+        transform=LogitTransform(scale=logit_scale, softcap=softcap, temperature=per_token),
+        cache_bytes=validation.require_cache_bytes(cache_bytes),
+        **options,
+    )
+    return hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias, call
+
+
+def head_statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> TokenStats:
+    """What ``head_call`` has prepared -> every statistic asked for, [N], and maybe others."""
+    if len(call.labels) == 0:
+        # Nothing to score, but a graph: every parameter gets its zeros.
+        return _nothing(len(hidden), hidden[:0].sum() + weight[:0].sum() + (0 if bias is None else bias[:0].sum()))
+    if call.backend == "reference":
+        picked, transform = hidden if call.rows is None else hidden[call.rows], call.transform.with_bias(bias)
+        packed = reference.linear_statistics(picked, weight, call.labels, transform, call.ignore_index)
+        return _scattered(packed, call.rows, len(hidden))
+    return TokenStats(*LinearStatistics.apply(hidden, weight, bias, call))
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -180,6 +216,7 @@ def _prepare(
     backend: str,
     workspace_bytes: int | None,
     validate: str,
+    cache_bytes: int | str = 0,
 ) -> Call:
     """Raise what earlier calls left, check this one, and pack its tokens.
 
@@ -213,7 +250,11 @@ def _prepare(
             labels, transform = labels[rows], transform.for_rows(rows)
     if isinstance(transform.temperature, Tensor) and validate != "off":
         validation.check_temperatures(transform.temperature)
-    return Call(labels, rows, transform, wanted, ignore_index, choice.name, workspace_bytes)
+    if not torch.is_grad_enabled():
+        cache_bytes = 0
+    elif isinstance(cache_bytes, str):
+        cache_bytes = free_bytes(labels.device) // 2
+    return Call(labels, rows, transform, wanted, ignore_index, choice.name, workspace_bytes, cache_bytes)
 
 
 def _nothing(count: int, link: Tensor) -> TokenStats:
@@ -230,7 +271,7 @@ def _scattered(stats: TokenStats, rows: Tensor | None, count: int) -> TokenStats
     return TokenStats(*(None if x is None else x.new_zeros(count).index_copy(0, rows, x) for x in stats))
 
 
-def _finish(stats: TokenStats, call: Call, vocab: int, shape: torch.Size, validate: str) -> TokenStats:
+def finish(stats: TokenStats, call: Call, vocab: int, shape: torch.Size, validate: str) -> TokenStats:
     """Only what was asked for, in the labels' shape. The labels' check comes last: its launches delay no kernel."""
     validation.check_labels(call.labels, call.rows, vocab, call.ignore_index, validate)
     return TokenStats(

@@ -14,15 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_losses.aggregation import AGGREGATIONS, Sequences, token_weights
-from rlhf_losses.kernels.gemm import accumulator_dtype
+from rlhf_losses.aggregation import AGGREGATIONS
 from rlhf_losses.kernels.statistics import TokenStats
+from rlhf_losses.policy_batch import ROLLOUT_CORRECTIONS, FlatBatch, PolicyBatch, flat_values, kept_values, needed
 from rlhf_losses.policy_losses import LOG_RATIO_BOUND, POLICY_LOSSES, Metrics, Tokens
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
-ROLLOUT_CORRECTIONS = tuple(
-    f"{level}-{how}" for level in ("token", "sequence", "geometric") for how in ("truncate", "mask")
-)
 PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"dual_clip": None},
     "grpo": {"aggregation": "seq-mean-token-mean", "dual_clip": None, "kl_coefficient": 0.04, "kl_estimator": "k3"},
@@ -111,35 +108,6 @@ class PolicyLossConfig:
         return replace(cls(**PRESETS[name]), **changes)
 
 
-@dataclass(frozen=True)
-class PolicyBatch:
-    """What a policy loss needs beside the statistics; tensors are shaped like them.
-
-    Padded [B, T]: a row is a sequence. Packed [N]: ``cu_seqlens`` [B + 1], int, tells where sequences begin; without it
-    all is one. Nested (jagged): as they are.
-
-    advantages         of each token
-    mask               tokens that count: bool or 0/1; all if None. What the others hold does not matter
-    old_log_probs      of the policy that is improved on; None on the policy itself, where the ratio is 1
-    ref_log_probs      of the reference policy, for kl_coefficient
-    rollout_log_probs  as the sampler computed them, for rollout_correction
-    rollout_weights    importance weights of the rollout that the caller has computed, one per token; they multiply each
-                       token's value and have no gradient. In place of rollout_correction
-    num_tokens, num_sequences, data_parallel_size: counts of the global batch, see aggregation.py
-    """
-
-    advantages: Tensor
-    mask: Tensor | None = None
-    old_log_probs: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    rollout_log_probs: Tensor | None = None
-    rollout_weights: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    num_tokens: float | Tensor | None = None
-    num_sequences: float | Tensor | None = None
-    data_parallel_size: int = 1
-
-
 class LossOutput(NamedTuple):
     """``loss`` is a scalar with gradient; ``metrics`` are scalar tensors without, means over the tokens that count."""
 
@@ -180,62 +148,39 @@ def policy_loss(token_stats: TokenStats, batch: PolicyBatch, config: PolicyLossC
     log_probs = token_stats.log_probs
     if log_probs is None:
         raise ValueError("token_stats: expected log_probs, got None; ask linear_log_probs for them")
-    sequences = _sequences(log_probs, batch.cu_seqlens)
-    flat = _Flat(log_probs)
-    mask = flat("mask", batch.mask)
-    mask = torch.ones_like(sequences.index, dtype=torch.bool) if mask is None else mask != 0
-
-    def kept(name: str, values: Tensor | None) -> Tensor | None:
-        values = flat(name, values)
-        if values is None:
-            return None
-        return torch.where(mask, values.to(accumulator_dtype(values.dtype)), 0.0)
-
-    l = kept("log_probs", log_probs)
-    old = kept("old_log_probs", batch.old_log_probs)
-    advantages = kept("advantages", batch.advantages)
-    assert l is not None
-    assert advantages is not None
-    tokens = Tokens(l, l.detach() if old is None else old.detach(), advantages.detach(), mask, sequences)
-    values, metrics = POLICY_LOSSES[config.loss].function(tokens, config)
-    given_weight = kept("rollout_weights", batch.rollout_weights)
-    if config.rollout_correction is not None:
-        if given_weight is not None:
-            raise ValueError(
-                "rollout_weights: expected None, since rollout_correction is set and computes them of "
-                "rollout_log_probs, got a tensor; leave one of the two out"
-            )
-        rollout = _needed("rollout_log_probs", kept("rollout_log_probs", batch.rollout_log_probs), "rollout_correction")
-        keep, weight = _rollout_weights(tokens, rollout, config)
-        values = torch.where(keep, values * weight, 0.0)
-        metrics |= {"rollout_weight": tokens.mean(weight), "rollout_dropped": tokens.mean(~keep)}
-    elif given_weight is not None:
-        values = values * given_weight.detach()
-        metrics["rollout_weight"] = tokens.mean(given_weight)
-
-    weights = token_weights(
-        mask,
-        sequences,
-        config.aggregation,
-        num_tokens=batch.num_tokens,
-        num_sequences=batch.num_sequences,
-        data_parallel_size=batch.data_parallel_size,
-        norm_length=config.norm_length,
+    flat = FlatBatch.of("log_probs", log_probs, batch, config)
+    l, entropy = (
+        flat_values(name, getattr(token_stats, name), "log_probs", log_probs) for name in ("log_probs", "entropy")
     )
+    return loss_of_rows(TokenStats(log_probs=l, entropy=entropy), flat, config)
+
+
+def loss_of_rows(stats: TokenStats, batch: FlatBatch, config: PolicyLossConfig) -> LossOutput:
+    """``policy_loss`` of vectors [N]. Over the parts of a batch the losses add up, unless its loss mixes tokens."""
+    mask, weights = batch.mask, batch.token_weights
+    assert stats.log_probs is not None
+    l = kept_values(stats.log_probs, mask)
+    entropy = None if stats.entropy is None else kept_values(stats.entropy, mask)
+    old = l.detach() if batch.old_log_probs is None else batch.old_log_probs
+    tokens = Tokens(l, old, batch.advantages, mask, batch.sequences)
 
     def aggregate(per_token: Tensor) -> Tensor:
         return torch.where(mask, per_token * weights, 0.0).sum()
 
+    values, metrics = POLICY_LOSSES[config.loss].function(tokens, config)
+    rollout = batch.rollout(old, config)
+    if rollout is not None:
+        weight, stays = rollout
+        values = torch.where(stays, values * weight, 0.0)
+        metrics |= {"rollout_weight": tokens.mean(weight), "rollout_dropped": tokens.mean(~stays)}
     loss = aggregate(values)
     metrics["policy_loss"] = loss.detach()
-    entropy = kept("entropy", token_stats.entropy)
     if config.entropy_coefficient != 0:
-        loss = loss - config.entropy_coefficient * aggregate(_needed("entropy", entropy, "entropy_coefficient"))
+        loss = loss - config.entropy_coefficient * aggregate(needed("entropy", entropy, "entropy_coefficient"))
     if entropy is not None:
         metrics["entropy"] = tokens.mean(entropy)
     if config.kl_coefficient != 0:
-        ref = _needed("ref_log_probs", kept("ref_log_probs", batch.ref_log_probs), "kl_coefficient")
-        kl = kl_penalty(l, ref.detach(), config.kl_estimator)
+        kl = kl_penalty(l, needed("ref_log_probs", batch.ref_log_probs, "kl_coefficient"), config.kl_estimator)
         loss = loss + config.kl_coefficient * aggregate(kl)
         metrics["kl"] = tokens.mean(kl)
     ratio = tokens.ratio.detach()
@@ -246,65 +191,3 @@ def policy_loss(token_stats: TokenStats, batch: PolicyBatch, config: PolicyLossC
         "ratio_max": torch.where(mask, ratio, 0.0).amax() if len(ratio) else ratio.sum(),
     }
     return LossOutput(loss, metrics)
-
-
-def _needed(name: str, values: Tensor | None, by: str) -> Tensor:
-    if values is None:
-        raise ValueError(f"{name}: expected a tensor, since {by} is set, got None")
-    return values
-
-
-def _rollout_weights(tokens: Tokens, rollout: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Tensor]:
-    """Which tokens stay, and the weights [N] of those; of the rollout's policy against the one that is improved on."""
-    assert config.rollout_correction is not None
-    level, how = config.rollout_correction.split("-")
-    log_weight = tokens.old_log_probs - rollout.detach()
-    if level == "sequence":
-        log_weight = tokens.sequences.spread(tokens.sequences.sum(log_weight))
-    elif level == "geometric":
-        log_weight = tokens.sequences.spread(tokens.sequences.mean(log_weight, tokens.mask))
-    weight = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    if how == "truncate":
-        return torch.ones_like(tokens.mask), weight.clamp(max=config.rollout_high)
-    return (weight >= config.rollout_low) & (weight <= config.rollout_high), weight
-
-
-class _Flat:
-    """Tensors shaped like one of them, as [N] vectors."""
-
-    def __init__(self, like: Tensor):
-        self.like = like
-
-    def __call__(self, name: str, values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        if self.like.is_nested != values.is_nested:
-            raise ValueError(f"{name}: expected a {'nested' if self.like.is_nested else 'plain'} tensor like log_probs")
-        if self.like.is_nested:
-            values, like = values.values(), self.like.values()
-        else:
-            like = self.like
-        if values.shape != like.shape:
-            raise ValueError(f"{name}: expected {list(like.shape)}, the shape of log_probs, got {list(values.shape)}")
-        return values.reshape(-1)
-
-
-def _sequences(like: Tensor, cu_seqlens: Tensor | None) -> Sequences:
-    if like.is_nested:
-        offsets: Tensor = like.offsets()  # type: ignore[attr-defined]  # torch's stubs know plain tensors alone
-        cu_seqlens, total = offsets, like.values().shape[0]
-    elif like.dim() == 2 and cu_seqlens is None:
-        rows, width = like.shape
-        return Sequences(torch.arange(rows, device=like.device).repeat_interleave(width), rows)
-    elif like.dim() == 1:
-        total = like.shape[0]
-        if cu_seqlens is None:
-            return Sequences(torch.zeros(total, dtype=torch.int64, device=like.device), 1)
-    else:
-        raise ValueError(
-            f"log_probs: expected [B, T], nested, or [N] with cu_seqlens, got {list(like.shape)}"
-            + ("" if cu_seqlens is None else " with cu_seqlens")
-        )
-    places = torch.arange(total, device=like.device)
-    index = torch.searchsorted(cu_seqlens[1:].to(places).contiguous(), places, right=True)
-    return Sequences(index, len(cu_seqlens) - 1)

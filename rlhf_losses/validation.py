@@ -123,6 +123,13 @@ def require_validate(validate: str) -> None:
         raise ValueError(f"validate: expected one of {', '.join(VALIDATE)}, got {validate!r}")
 
 
+def require_cache_bytes(cache_bytes: int | str) -> int | str:
+    number = isinstance(cache_bytes, int) and not isinstance(cache_bytes, bool) and cache_bytes >= 0
+    if not number and cache_bytes != "auto":
+        raise ValueError(f'cache_bytes: expected an integer >= 0 or "auto", got {cache_bytes!r}')
+    return cache_bytes
+
+
 def require_head(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Shapes, types and devices of hidden states [.., H], weight [V, H] and bias [V]."""
     if weight.dim() != 2 or hidden_states.dim() < 1 or hidden_states.shape[-1] != weight.shape[1]:

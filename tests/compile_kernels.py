@@ -68,18 +68,21 @@ def resources(binary: bytes) -> dict[str, int]:
     return {"registers": int(fields["REG"]), "stack": int(fields["STACK"])}
 
 
-# outputs, dtype, H (17 has rows no descriptor can step over), whether every logit feature is on
+# outputs, dtype, H (17 has rows no descriptor can step over), whether every logit feature is on, bytes to keep
 VARIANTS = [
-    (("log_probs", "entropy"), torch.bfloat16, 128, False),
-    (("log_probs", "entropy"), torch.bfloat16, 17, False),
-    (OUTPUTS, torch.bfloat16, 128, True),
-    (OUTPUTS, torch.float16, 17, True),
-    (OUTPUTS, torch.float32, 128, True),
-    (("log_probs",), torch.float32, 17, False),
+    (("log_probs", "entropy"), torch.bfloat16, 128, False, 0),
+    (("log_probs", "entropy"), torch.bfloat16, 128, False, 2**20),
+    (("log_probs", "entropy"), torch.bfloat16, 17, False, 2**20),
+    (OUTPUTS, torch.bfloat16, 128, True, 0),
+    (OUTPUTS, torch.bfloat16, 128, True, 2**20),
+    (OUTPUTS, torch.float16, 128, False, 2**20),
+    (OUTPUTS, torch.float16, 17, True, 2**20),
+    (OUTPUTS, torch.float32, 128, True, 2**20),
+    (("log_probs",), torch.float32, 17, False, 0),
 ]
 
 
-def run_variant(outputs: tuple[str, ...], dtype: torch.dtype, depth: int, features: bool) -> None:
+def run_variant(outputs: tuple[str, ...], dtype: torch.dtype, depth: int, features: bool, cache_bytes: int) -> None:
     """Forward and backward of both entry points; the numbers mean nothing, the launches are real."""
     rows, vocab = 130, 515
     parts = {"scale": 0.5, "softcap": 30.0, "temperature": torch.rand(rows) + 0.5} if features else {}
@@ -88,7 +91,10 @@ def run_variant(outputs: tuple[str, ...], dtype: torch.dtype, depth: int, featur
     bias = torch.randn(vocab).to(dtype).requires_grad_() if features else None
     logits = torch.randn(rows, vocab).to(dtype).requires_grad_()
     labels = torch.zeros(rows, dtype=torch.int32)
-    call = Call(labels, None, LogitTransform(**parts), frozenset(outputs), -100, "triton", workspace_bytes=2**20)
+    transform = LogitTransform(**parts)
+    call = Call(
+        labels, None, transform, frozenset(outputs), -100, "triton", workspace_bytes=2**20, cache_bytes=cache_bytes
+    )
     for results in (LinearStatistics.apply(hidden, weight, bias, call), LogitsStatistics.apply(logits, call, False)):
         sum(r.sum() for r in results if r is not None and r.is_floating_point()).backward()
 

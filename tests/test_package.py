@@ -123,6 +123,7 @@ def test_public_names_are_pinned():
         "backend_for",
         "check",
         "linear_log_probs",
+        "linear_policy_loss",
         "log_probs_from_logits",
         "policy_loss",
     ]
@@ -133,16 +134,17 @@ COMMON = {
     "temperature": 1.0,
     "softcap": None,
     "logit_scale": None,
-    "mask": None,
     "ignore_index": -100,
-    "outputs": ("log_probs", "entropy"),
     "backend": "auto",
     "workspace_bytes": None,
     "validate": "async",
 }
+TOKENS = {"mask": None, "outputs": ("log_probs", "entropy")}
+HEAD = COMMON | {"bias": None, "cache_bytes": 0}
 SIGNATURES = {
-    "linear_log_probs": (["hidden_states", "weight", "labels"], {"bias": None} | COMMON),
-    "log_probs_from_logits": (["logits", "labels"], COMMON | {"inplace_backward": False}),
+    "linear_log_probs": (["hidden_states", "weight", "labels"], HEAD | TOKENS),
+    "linear_policy_loss": (["hidden_states", "weight", "labels", "batch", "config"], HEAD),
+    "log_probs_from_logits": (["logits", "labels"], COMMON | TOKENS | {"inplace_backward": False}),
 }
 
 
@@ -168,7 +170,7 @@ def test_other_signatures_are_pinned():
 def test_public_functions_are_documented():
     for name in rlhf_losses.__all__:
         assert inspect.getdoc(getattr(rlhf_losses, name)), name
-    documented = inspect.getdoc(rlhf_losses.linear_log_probs) + inspect.getdoc(rlhf_losses.log_probs_from_logits)
+    documented = "".join(inspect.getdoc(getattr(rlhf_losses, name)) for name in SIGNATURES)
     for positional, keywords in SIGNATURES.values():
         for parameter in (*positional, *keywords):
             assert parameter in documented, parameter

@@ -25,7 +25,7 @@ from rlhf_losses import LogitTransform, backend_for, linear_log_probs, log_probs
 from rlhf_losses.functions import DEFAULT_WORKSPACE_BYTES
 from rlhf_losses.integrations.logit_chunks import in_chunks
 from rlhf_losses.kernels.backends import BACKENDS
-from rlhf_losses.validation import per_token_temperature, require_validate
+from rlhf_losses.validation import per_token_temperature, require_cache_bytes, require_validate
 
 # Keys of a config that say what is done to the logits, as arguments of linear_log_probs.
 _TRANSFORMS: dict[str, Callable[[float], dict[str, float]]] = {
@@ -85,12 +85,14 @@ class HeadOptions:
     backend: str = "auto"
     workspace_bytes: int | None = None
     validate: str = "async"
+    cache_bytes: int | str = 0
 
     def __post_init__(self) -> None:
         # Whether the back end can be had is for the process that computes to say; a driver may have no GPU.
         if self.backend not in BACKENDS:
             raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {self.backend!r}")
         require_validate(self.validate)
+        require_cache_bytes(self.cache_bytes)
         if self.workspace_bytes is not None and not (type(self.workspace_bytes) is int and self.workspace_bytes > 0):
             raise ValueError(f"workspace_bytes: expected an integer > 0 or None, got {self.workspace_bytes!r}")
 
@@ -236,6 +238,7 @@ class _FusedHead:
                 backend=self.options.backend,
                 workspace_bytes=self.options.workspace_bytes,
                 validate=self.options.validate,
+                cache_bytes=self.options.cache_bytes,
                 **self.transform,
             )
             scores |= {name: getattr(stats, name) for name in request.outputs}

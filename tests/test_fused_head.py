@@ -146,7 +146,9 @@ def test_rows_are_chosen_by_the_mask(ids):
         model(input_ids=ids, logits_to_keep=1, head_request=request(ids))
 
 
-@pytest.mark.parametrize("options", [{"backend": "fast"}, {"validate": "maybe"}, {"workspace_bytes": 1e8}])
+@pytest.mark.parametrize(
+    "options", [{"backend": "fast"}, {"validate": "maybe"}, {"workspace_bytes": 1e8}, {"cache_bytes": "all"}]
+)
 def test_options_are_checked(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
         HeadOptions(**options)

@@ -37,6 +37,7 @@ ALONE = {
     "temperature-per-sample-padded": {"temperature_per_sample": True, "sum_of_squares": True, "packed": False},
     "no-entropy-coefficient": {"entropy_coefficient": 0.0},
     "lora": TIED | LORA,
+    "cached": {"options": {"cache_bytes": 8192}},
     "top-k-distillation": {"distillation": TEACHER},
     "top-k-distillation-padded": {"distillation": TEACHER, "temperature_per_sample": True, "packed": False},
 }

@@ -34,6 +34,7 @@ demo:
 # Needs a GPU, and an environment with torch, Triton and this package.
 bench:
 	$(PYTHON) benchmarks/linear_log_probs.py --out benchmarks/results/$$(date +%F)
+	$(PYTHON) benchmarks/linear_policy_loss.py --out benchmarks/results/$$(date +%F)-policy-loss
 
 clean:
 	rm -rf $(VENV) .venv-demo build dist demo-output *.egg-info

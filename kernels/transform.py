@@ -4,7 +4,7 @@
 
 Every step is optional. ``LogitTransform.apply`` is the torch form, used by the reference and the chunked back end;
 ``triton_tile.transform_tile`` is the Triton form. A new logit feature is a line in each of the two and a row in
-``tests/cases.py``.
+``tests/cases.py``; one that changes dz/da has a line in ``triton_tile.slope_tile``, too, which takes it from z.
 """
 
 from dataclasses import dataclass, replace

@@ -8,7 +8,7 @@ from torch import Tensor
 from rlhf_losses.functions import finish, head_call, head_statistics
 from rlhf_losses.kernels.one_pass import OnePass
 from rlhf_losses.kernels.statistics import TokenStats
-from rlhf_losses.policy import LossOutput, PolicyLossConfig, loss_of_rows
+from rlhf_losses.policy import LossOutput, PolicyLossConfig, loss_of_rows, require_kinds
 from rlhf_losses.policy_batch import FlatBatch, PolicyBatch
 
 # The block of exponentials of 16384 tokens and a vocabulary of 151936, in 16 bits. Larger ones are no faster.
@@ -50,7 +50,7 @@ def linear_policy_loss(
         config: which loss, and its numbers.
         workspace_bytes: what a call may hold beside its results, whatever N is (128 tokens' logits at the least). If
             None, 4.75 GiB in one pass with triton, which holds 16384 tokens at a vocabulary of 151936, else 512 MiB.
-        cache_bytes: in two passes, as for ``linear_log_probs``.
+        cache_bytes: in two passes, as for ``linear_log_probs``; one pass keeps nothing but gradients.
 
     Returns:
         The loss, a scalar with gradient, and the metrics of ``policy_loss``, with "passes".
@@ -58,9 +58,16 @@ def linear_policy_loss(
     Raises:
         What ``linear_log_probs`` and ``policy_loss`` raise. In one pass a second backward raises RuntimeError.
 
-    The gradients are held from the call to the backward: as much as the parameters' own, d_weight in fp32 (and with it
+    The gradients are those of the parameters at the call, whatever is written to these before the backward. They are
+    held from the call to the backward: as much as the parameters' own, d_weight in fp32 (and with it
     the peak memory) where more than one chunk adds to it.
     """
+    require_kinds(batch, config)
+    if labels.is_nested or hidden_states.is_nested:
+        raise ValueError(
+            "labels: expected [B, T], or packed [N] with batch.cu_seqlens, got a nested tensor; pass the .values() "
+            "of all, and .offsets() as cu_seqlens"
+        )
     flat = FlatBatch.of("labels", labels, batch, config, (labels != ignore_index).reshape(-1))
     hidden, head, head_bias, call = head_call(
         hidden_states,

@@ -40,7 +40,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 class PolicyLossConfig:
     """Which loss, and its numbers; every field has the meaning of the paper that the loss names.
 
-    loss                a key of ``POLICY_LOSSES``
+    loss                a key of ``POLICY_LOSSES``; gmpo and rloo, of whole sequences, want seq-mean-token-mean, and
+                        clip-cov draws by torch's generator
     aggregation         one of ``AGGREGATIONS`` (aggregation.py has the formulas); norm_length for the last of them
     clip_low, clip_high distance of the ratio's bounds from 1 (of the divergence, for dppo-*; of the log-ratio, gmpo)
     dual_clip           bound of the ratio for negative advantages, None for none
@@ -137,6 +138,13 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tens
     return k2 - k2.detach() + value.detach()
 
 
+def require_kinds(batch: object, config: object) -> None:
+    for name, value, kind in (("batch", batch, PolicyBatch), ("config", config, PolicyLossConfig)):
+        if not isinstance(value, kind):
+            way_out = f"; PolicyLossConfig.preset({value!r}) makes one" if isinstance(value, str) else ""
+            raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}{way_out}")
+
+
 def policy_loss(token_stats: TokenStats, batch: PolicyBatch, config: PolicyLossConfig) -> LossOutput:
     """The loss of ``config`` on a (micro-)batch, and the metrics to watch.
 
@@ -145,6 +153,7 @@ def policy_loss(token_stats: TokenStats, batch: PolicyBatch, config: PolicyLossC
     Raises ValueError for shapes that do not fit, for a tensor that the config needs and the batch lacks, and for
     rollout_weights beside a rollout_correction.
     """
+    require_kinds(batch, config)
     log_probs = token_stats.log_probs
     if log_probs is None:
         raise ValueError("token_stats: expected log_probs, got None; ask linear_log_probs for them")
@@ -184,10 +193,11 @@ def loss_of_rows(stats: TokenStats, batch: FlatBatch, config: PolicyLossConfig) 
         loss = loss + config.kl_coefficient * aggregate(kl)
         metrics["kl"] = tokens.mean(kl)
     ratio = tokens.ratio.detach()
+    least = torch.where(mask, ratio, torch.inf).amin() if len(ratio) else ratio.sum()
     metrics |= {
         "approx_kl": tokens.mean(-tokens.log_ratio),
         "ratio_mean": tokens.mean(ratio),
-        "ratio_min": torch.where(mask, ratio, torch.inf).amin() if len(ratio) else ratio.sum(),
+        "ratio_min": least.where(mask.any(), 0.0),
         "ratio_max": torch.where(mask, ratio, 0.0).amax() if len(ratio) else ratio.sum(),
     }
     return LossOutput(loss, metrics)

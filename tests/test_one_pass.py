@@ -382,14 +382,30 @@ def test_rows_in_front_are_an_order_in_place(share):
             {"batch": {"rollout_weights": torch.ones(5)}, "config": {"rollout_correction": "token-mask"}},
             "leave one of the two out",
         ),
+        ({"batch": {"cu_seqlens": torch.tensor([0, 3])}}, r"cu_seqlens: expected offsets from 0 to 5"),
         ({"workspace_bytes": 0}, "workspace_bytes"),
         ({"cache_bytes": -1}, "cache_bytes"),
     ],
 )
 def test_errors(change, words):
     inputs = random_inputs((5,), 129, 16, DEVICE)
-    parts = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in change.pop("batch", {}).items()}
+    parts = {
+        name: x.to(DEVICE) if isinstance(x, torch.Tensor) and name != "cu_seqlens" else x
+        for name, x in change.pop("batch", {}).items()
+    }
     batch = replace(batch_of(inputs), **parts)
     config = replace(CONFIG, **change.pop("config", {}))
     with pytest.raises(ValueError, match=words):
         linear_policy_loss(inputs.hidden, inputs.weight, inputs.labels, batch, config, **change)
+
+
+def test_other_kinds_are_refused():
+    inputs = random_inputs((2, 5), 129, 16, DEVICE)
+    given, batch = (inputs.hidden, inputs.weight, inputs.labels), batch_of(inputs)
+    with pytest.raises(TypeError, match=r"config: expected a PolicyLossConfig, got str; .*preset\('ppo'\)"):
+        linear_policy_loss(*given, batch, "ppo")
+    with pytest.raises(TypeError, match="batch: expected a PolicyBatch, got dict"):
+        policy_loss(linear_log_probs(*given), {}, CONFIG)
+    nested = torch.nested.nested_tensor([inputs.labels[0], inputs.labels[1, :3]], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"got a nested tensor; pass the \.values\(\)"):
+        linear_policy_loss(inputs.hidden, inputs.weight, nested, batch, CONFIG)

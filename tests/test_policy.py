@@ -203,6 +203,7 @@ def test_l2_all_masked_is_zero(loss, mode):
     config = PolicyLossConfig(loss=loss, aggregation=mode, norm_length=3, dro_beta=1.0)
     out = policy_loss(stats(l, l), batch, replace(config, entropy_coefficient=0.1))
     assert out.loss == 0
+    assert all(value == 0 for value in out.metrics.values())
     assert (torch.autograd.grad(out.loss, l)[0] == 0).all()
 
 

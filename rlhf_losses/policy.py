@@ -181,7 +181,9 @@ def loss_of_rows(stats: TokenStats, batch: FlatBatch, config: PolicyLossConfig) 
     if rollout is not None:
         weight, stays = rollout
         values = torch.where(stays, values * weight, 0.0)
-        metrics |= {"rollout_weight": tokens.mean(weight), "rollout_dropped": tokens.mean(~stays)}
+        metrics["rollout_weight"] = tokens.mean(weight)
+        if config.rollout_correction is not None:
+            metrics["rollout_dropped"] = tokens.mean(~stays)
     loss = aggregate(values)
     metrics["policy_loss"] = loss.detach()
     if config.entropy_coefficient != 0:

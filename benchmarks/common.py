@@ -97,17 +97,19 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def current_commit() -> str:
+    question = ["git", "rev-parse", "--short", "HEAD"]
+    root = Path(__file__).resolve().parent.parent
+    return subprocess.run(question, capture_output=True, text=True, check=True, cwd=root).stdout.strip()
+
+
 def facts(commit: str | None, device: str = "cuda") -> dict[str, str | None]:
     """Date, card, versions and commit, which is what git says here unless given."""
-    if commit is None:
-        question = ["git", "rev-parse", "--short", "HEAD"]
-        root = Path(__file__).resolve().parent.parent
-        commit = subprocess.run(question, capture_output=True, text=True, check=True, cwd=root).stdout.strip()
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "device": "cpu" if device == "cpu" else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": package_version("triton"),
         "rlhf_losses": __version__,
-        "commit": commit,
+        "commit": current_commit() if commit is None else commit,
     }

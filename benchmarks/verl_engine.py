@@ -42,6 +42,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from common import current_commit
 from torch import Tensor, nn
 
 MIB = 2**20
@@ -574,12 +575,7 @@ def main() -> None:
     ]
     if not tasks:
         parser.error("--tied, --untied: expected at least one back end")
-    commit = (
-        arguments.commit
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT
-        ).stdout.strip()
-    )
+    commit = arguments.commit or current_commit()
     size = SIZES[arguments.size]
     try:
         make = partial(make_models, directory, size, arguments.layers, [task["head"] for task in tasks])

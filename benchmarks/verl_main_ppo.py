@@ -10,7 +10,6 @@ all that follows. No speed is measured here. It needs verl with its trainer, and
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from datetime import datetime, timezone
@@ -18,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import matplotlib
+from common import current_commit
 
 matplotlib.use("Agg")
 
@@ -83,12 +83,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = train(Path(folder), VARIANTS, arguments.steps, arguments.workers, arguments.timeout)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT
-    ).stdout.strip()
     results = {
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "commit": commit,
+        "commit": current_commit(),
         "rlhf_losses": __version__,
         **{package: version(package) for package in ("torch", "verl", "ray", "transformers")},
         "workers": arguments.workers,

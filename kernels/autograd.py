@@ -40,7 +40,7 @@ class Call:
     cache_bytes: int = 0
 
 
-def pack(values: Tensor, rows: Tensor | None) -> Tensor:
+def _pack(values: Tensor, rows: Tensor | None) -> Tensor:
     return values if rows is None else values.index_select(0, rows)
 
 
@@ -133,24 +133,22 @@ def _backward_step(
     statistics: RowStatistics,
     upstream: tuple[Tensor | None, ...],
     meanwhile: Callable[[], T],
-    kept_rows: int = 0,
 ) -> tuple[Call, RowStatistics, Coefficients, Tensor | None, T]:
-    """What the backward works on, which of the kept rows are its first (None for all), and what ``meanwhile`` returns.
+    """What the backward works on, which of the call's tokens that are (None for all), and what ``meanwhile`` returns.
 
     The number of tokens with a gradient has to reach the host. All that can be launched before it does is, and
     ``meanwhile`` gives the device work for the time that the host needs to launch the next kernel.
     """
     # Contiguous: the gradient of a sum is one number with stride 0, and kernels step by one element.
-    gradients = [None if g is None else pack(g, call.rows).contiguous() for g in upstream[:4]]
+    gradients = [None if g is None else _pack(g, call.rows).contiguous() for g in upstream[:4]]
     some = with_gradient(call.labels, call.ignore_index, gradients)
-    counts = HostRead(torch.stack([some.sum(), some[:kept_rows].sum()]))
+    count = HostRead(some.sum())
     coefficients = Coefficients.from_upstream(statistics, *gradients)
     result = meanwhile()
-    count, of_kept = counts.wait().tolist()
-    if count == len(some):
+    if int(count.wait()) == len(some):
         return call, statistics, coefficients, None, result
     tokens = some.nonzero().squeeze(1)
-    return *_narrow(call, statistics, coefficients, tokens), tokens[:of_kept], result
+    return *_narrow(call, statistics, coefficients, tokens), tokens, result
 
 
 class LinearStatistics(torch.autograd.Function):
@@ -161,7 +159,7 @@ class LinearStatistics(torch.autograd.Function):
         keep_rows = _rows_to_keep(call, weight) if any(ctx.needs_input_grad) else 0
         with without_autocast(hidden):
             statistics, kept = operations(call.backend).linear_forward(
-                pack(hidden, call.rows),
+                _pack(hidden, call.rows),
                 weight,
                 call.labels,
                 call.transform.with_bias(bias),
@@ -179,18 +177,15 @@ class LinearStatistics(torch.autograd.Function):
         (hidden, weight, bias), statistics, kept = _saved(ctx)
         needs = ctx.needs_input_grad[:3]
         with without_autocast(hidden):
-            call, statistics, coefficients, source, finite = _backward_step(
-                ctx.call,
-                statistics,
-                upstream,
-                lambda: all_finite(weight) if needs[0] else None,
-                0 if kept is None else len(kept.values),
+            call, statistics, coefficients, tokens, finite = _backward_step(
+                ctx.call, statistics, upstream, lambda: all_finite(weight) if needs[0] else None
             )
             if len(call.labels) == 0:
                 inputs = zip((hidden, weight, bias), needs, strict=True)
                 return *(torch.zeros_like(x) if need else None for x, need in inputs), None
+            source = None if kept is None or tokens is None else tokens[tokens < len(kept.values)]
             d_hidden, d_weight, d_bias = operations(call.backend).linear_backward(
-                pack(hidden, call.rows),
+                _pack(hidden, call.rows),
                 weight,
                 finite,
                 call.labels,

@@ -133,9 +133,11 @@ def linear_backward(
     def of(part: slice | Tensor) -> tuple[Tensor, LogitTransform, RowStatistics, Coefficients]:
         return labels[part], transform.for_rows(part), of_rows(statistics, part), of_rows(coefficients, part)
 
-    # An index copies: for vectors that start where no tensor does, a kernel would be compiled once more.
-    first, rest = of(slice(known)), of(torch.arange(known, rows, device=hidden.device) if known else slice(None))
-    problem = Problem.of(hidden[known:], weight, rest[1]) if known < rows else None
+    kept_part = of(slice(known))
+    if known:
+        # An index copies: for vectors that start where no tensor does, a kernel would be compiled once more.
+        labels, transform, statistics, coefficients = of(torch.arange(known, rows, device=hidden.device))
+    problem = Problem.of(hidden[known:], weight, transform) if known < rows else None
     width = tile_of(weight).columns
     tiles = cdiv(vocab, width)
     # Equal stretches: a short last one would leave multiprocessors idle.
@@ -151,9 +153,9 @@ def linear_backward(
         padded = workspace[: rows * count * width].view(rows, count * width)
         stretch = (vocab, first_tile, count)
         if kept is not None and known:
-            write_kept_gradient(kept, source, *first, padded[:known], *stretch)
+            write_kept_gradient(kept, source, *kept_part, padded[:known], *stretch)
         if problem is not None:
-            _write_product_gradient(problem, rest[0], rest[2], rest[3], padded[known:], *stretch)
+            _write_product_gradient(problem, labels, statistics, coefficients, padded[known:], *stretch)
         columns = slice(first_tile * width, min((first_tile + count) * width, vocab))
         da = padded[:, : columns.stop - columns.start]
         if d_bias is not None:

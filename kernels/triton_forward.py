@@ -228,22 +228,26 @@ def linear_forward(
     if keep_rows:
         kept = Kept(hidden.new_empty(keep_rows, tiles * width), torch.empty(tiles, keep_rows, device=device))
     with launch_context(device):
-        arguments = (problem.hidden, problem.weight, labels, label_logit, sums)
         keeping = (None, None) if kept is None else (problem.result_blocks(kept.values), kept.shift)
+        arguments = (
+            problem.hidden,
+            problem.weight,
+            labels,
+            label_logit,
+            sums,
+            *keeping,
+            problem.transform,
+            ignore_index,
+        )
         stretches = (rows, keep_rows, vocab, splits)
         grid = (problem.programs(splits),)
         if problem.overlapped:
             from rlhf_losses.kernels import hopper, hopper_tile
 
-            hopper.statistics_kernel[grid](
-                *arguments, *keeping, problem.transform, ignore_index, *stretches,
-                **problem.constants, **hopper_tile.OPTIONS,
-            )  # fmt: skip
+            hopper.statistics_kernel[grid](*arguments, *stretches, **problem.constants, **hopper_tile.OPTIONS)
         else:
             strides = (problem.stride_n, problem.stride_v)
-            _statistics_kernel[grid](
-                *arguments, *keeping, problem.transform, ignore_index, *strides, *stretches, **problem.constants
-            )
+            _statistics_kernel[grid](*arguments, *strides, *stretches, **problem.constants)
         merge_rows = 64
         _merge_kernel[(cdiv(rows, merge_rows),)](
             sums,

@@ -90,7 +90,7 @@ def linear_log_probs(
         cache_bytes=cache_bytes,
     )
     stats = head_statistics(hidden, weight, bias, call)
-    return finish(stats, call, weight.shape[0], labels.shape, validate)
+    return _finish(stats, call, weight.shape[0], labels.shape, validate)
 
 
 def log_probs_from_logits(
@@ -144,7 +144,7 @@ def log_probs_from_logits(
         stats = _scattered(packed, call.rows, len(flat))
     else:
         stats = TokenStats(*LogitsStatistics.apply(flat, call, inplace_backward))
-    return finish(stats, call, logits.shape[-1], labels.shape, validate)
+    return _finish(stats, call, logits.shape[-1], labels.shape, validate)
 
 
 def backend_for(tensor: Tensor, backend: str = "auto") -> BackendChoice:
@@ -271,7 +271,7 @@ def _scattered(stats: TokenStats, rows: Tensor | None, count: int) -> TokenStats
     return TokenStats(*(None if x is None else x.new_zeros(count).index_copy(0, rows, x) for x in stats))
 
 
-def finish(stats: TokenStats, call: Call, vocab: int, shape: torch.Size, validate: str) -> TokenStats:
+def _finish(stats: TokenStats, call: Call, vocab: int, shape: torch.Size, validate: str) -> TokenStats:
     """Only what was asked for, in the labels' shape. The labels' check comes last: its launches delay no kernel."""
     validation.check_labels(call.labels, call.rows, vocab, call.ignore_index, validate)
     return TokenStats(

@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlhf_losses.functions import finish, head_call, head_statistics
+from rlhf_losses import validation
+from rlhf_losses.functions import head_call, head_statistics
 from rlhf_losses.kernels.one_pass import OnePass
 from rlhf_losses.kernels.statistics import TokenStats
 from rlhf_losses.policy import LossOutput, PolicyLossConfig, loss_of_rows, require_kinds
@@ -105,6 +106,7 @@ def linear_policy_loss(
         stats = TokenStats(*fields)
         with torch.no_grad():
             metrics = loss_of_rows(stats, flat, config).metrics
-    finish(stats, call, len(head), labels.shape, validate)
+    # Last, so that its launches delay no kernel.
+    validation.check_labels(call.labels, call.rows, len(head), call.ignore_index, validate)
     metrics["passes"] = torch.full_like(metrics["policy_loss"], 2.0 if two_passes and wants_gradient else 1.0)
     return LossOutput(loss, metrics)

@@ -160,9 +160,8 @@ def assert_right(inputs: Inputs, backend: str, dtype: torch.dtype, evaluate: Cal
     """What ``backend`` computes in ``dtype`` against the reference, output by output and gradient by gradient."""
     inputs = inputs.to(dtype)
     got = evaluate(inputs, backend, **options)
-    for name in ("workspace_bytes", "cache_bytes"):
+    for name in ("workspace_bytes", "cache_bytes", "inplace_backward"):
         options.pop(name, None)
-    options.pop("inplace_backward", None)
     truth = evaluate(inputs.to(torch.float64), "reference", **options)
     low = lows(inputs, evaluate, **options)
     assert got.keys() == truth.keys()

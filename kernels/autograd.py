@@ -83,8 +83,6 @@ def _save(ctx, call: Call, statistics: RowStatistics, kept: Kept | None, *inputs
     # saved, they raise where somebody has written there since.
     temperature = call.transform.temperature
     guarded = (call.labels, temperature if isinstance(temperature, Tensor) else None, call.omega)
-    if kept is None:
-        statistics = statistics._replace(log_probs=None)
     statistics = statistics._replace(logsumexp=None, weighted_log_probs=None, argmax=None)
     ctx.save_for_backward(*guarded, *inputs, *statistics, *(kept or (None, None)))
 

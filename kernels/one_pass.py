@@ -22,6 +22,7 @@ from rlhf_losses.kernels.gemm import (
     added_product,
     all_finite,
     finite_for_product,
+    is_narrow,
     narrowed,
     wide_product,
 )
@@ -109,7 +110,9 @@ class _Gradients:
         if self.d_hidden is not None:
             assert self._finite is not None
             weight = finite_for_product(self._weight, self._finite)
-            if self._narrow and isinstance(rows, slice):
+            if self._narrow and is_narrow(weight):
+                self.d_hidden[rows] = (weight.T @ da.T).T
+            elif self._narrow and isinstance(rows, slice):
                 torch.mm(da, weight, out=self.d_hidden[rows])
             else:
                 self.d_hidden[rows] = da @ weight if self._narrow else wide_product(da, weight)

@@ -19,13 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_losses.kernels.gemm import added_product, finite_for_product, narrowed
+from rlhf_losses.kernels.gemm import added_tall_product, finite_for_product, narrowed
 from rlhf_losses.kernels.host_read import HostRead
 from rlhf_losses.kernels.statistics import Coefficients, Kept, RowStatistics, of_rows
+from rlhf_losses.kernels.tiles import tiles_per_stretch
 from rlhf_losses.kernels.transform import LogitTransform
+from rlhf_losses.kernels.triton_gradient import label_gradient, product_gradient_tile, row_coefficients, with_label
 from rlhf_losses.kernels.triton_kept import write_kept_gradient
 from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context, tile_of
-from rlhf_losses.kernels.triton_tile import grouped, label_columns, product_gradient_tile, product_tile, transform_tile
+from rlhf_losses.kernels.triton_tile import grouped, label_columns, product_tile, transform_tile
+
+# Rows of a program that writes the labels' da.
+_LABELS = 128
 
 
 @triton.jit(do_not_specialize=["N", "first_tile", "tiles", "stride_da"])
@@ -61,18 +66,47 @@ def _product_gradient_kernel(
         v0 = (first_tile + tile) * BV
         n = n0 + tl.arange(0, BN)
         v = v0 + tl.arange(0, BV)
-        a = product_tile(hidden, weight, stride_n, stride_v, n0, v0, N, V, H, BN, BV, BH, DESCRIPTORS, PRECISION)
-        z, slope = transform_tile(a, transform, n, v, N, V)
         m = tl.load(shift + n, mask=n < N, other=0.0)
         log_s = tl.load(log_sum + n, mask=n < N, other=0.0)
-        label = label_columns(labels, n, N, V)
-        out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, v0, N, V, EXACT)
+        c = row_coefficients(coefficients, n, N)
+        a = product_tile(hidden, weight, stride_n, stride_v, n0, v0, N, V, H, BN, BV, BH, DESCRIPTORS, PRECISION)
+        z, slope = transform_tile(a, transform, n, v, N, V)
+        out = product_gradient_tile(z, slope, m, log_s, coefficients, c, v, V, EXACT)
+        out = with_label(out, slope, coefficients, c, label_columns(labels, n, N, V), v)
         if DESCRIPTORS:
             da.store([n0, tile * BV], out.to(da.dtype))
         else:
             # Columns past V land in the padding of da, which no GEMM reads.
             at = n.to(tl.int64)[:, None] * stride_da + (tile * BV + tl.arange(0, BV))[None, :]
             tl.store(da + at, out.to(da.dtype.element_ty), mask=(n < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["N", "first_column", "columns", "stride_da"])
+def _label_gradient_kernel(
+    labels,  # [N]
+    log_probs,  # [N]
+    shift,  # [N]
+    log_sum,  # [N]
+    coefficients: Coefficients,  # [N] each
+    transform: Transform,
+    da,  # [N, C] out: columns first_column ... of the vocabulary
+    stride_da,
+    N,
+    V,
+    first_column,
+    columns,
+    BN: tl.constexpr,
+):
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    label = label_columns(labels, n, N, V)
+    here = (label >= first_column) & (label < first_column + columns)
+    m = tl.load(shift + n, mask=n < N, other=0.0)
+    log_s = tl.load(log_sum + n, mask=n < N, other=0.0)
+    log_p = tl.load(log_probs + n, mask=n < N, other=0.0)
+    c = row_coefficients(coefficients, n, N)
+    da_y = label_gradient(log_p, m, log_s, label, coefficients, c, transform, n, N, V)
+    at = n.to(tl.int64) * stride_da + (label - first_column)
+    tl.store((da + at)[:, None], da_y.to(da.dtype.element_ty), mask=here[:, None])
 
 
 def _write_product_gradient(
@@ -86,26 +120,38 @@ def _write_product_gradient(
     tiles: int,
 ) -> None:
     """da of the problem's rows, and of ``tiles`` tiles of the vocabulary, to ``out`` [N, tiles * columns of a tile]."""
-    arguments = (
-        problem.hidden,
-        problem.weight,
-        labels,
-        statistics.shift,
-        statistics.norm,
-        coefficients,
-        problem.transform,
-        problem.result_blocks(out),
-    )
+    rows = (statistics.shift, statistics.norm, coefficients)
+    result = problem.result_blocks(out)
     stretch = (problem.rows, vocab, first_tile, tiles)
     grid = (problem.programs(tiles),)
     with launch_context(out.device):
-        if problem.overlapped:
-            from rlhf_losses.kernels import hopper, hopper_tile
-
-            hopper.product_gradient_kernel[grid](*arguments, *stretch, **problem.constants, **hopper_tile.OPTIONS)
-        else:
+        if not problem.overlapped:
+            arguments = (problem.hidden, problem.weight, labels, *rows, problem.transform, result)
             strides = (problem.stride_n, problem.stride_v, out.stride(0))
             _product_gradient_kernel[grid](*arguments, *strides, *stretch, **problem.constants)
+            return
+        from rlhf_losses.kernels.hopper_gradient import product_gradient_kernel
+        from rlhf_losses.kernels.hopper_tile import OPTIONS
+
+        # Under a soft cap the slope at the label is known to the tile alone, to all of its digits.
+        inside = labels if problem.transform.softcap is not None else None
+        arguments = (problem.hidden, problem.weight, inside, *rows, problem.transform, result)
+        product_gradient_kernel[grid](*arguments, *stretch, **problem.constants, **OPTIONS)
+        if inside is None:
+            width = problem.tile.columns
+            _label_gradient_kernel[(cdiv(problem.rows, _LABELS),)](
+                labels,
+                statistics.log_probs,
+                *rows,
+                problem.transform,
+                out,
+                out.stride(0),
+                problem.rows,
+                vocab,
+                first_tile * width,
+                tiles * width,
+                BN=_LABELS,
+            )
 
 
 def linear_backward(
@@ -141,9 +187,8 @@ def linear_backward(
     problem = Problem.of(hidden[known:], weight, transform) if known < rows else None
     width = tile_of(weight).columns
     tiles = cdiv(vocab, width)
-    # Equal stretches: a short last one would leave multiprocessors idle.
     most = max(1, workspace_bytes // (rows * width * hidden.element_size()))
-    per_stretch = cdiv(tiles, cdiv(tiles, most))
+    per_stretch = tiles_per_stretch(tiles, most, rows, hidden.shape[1])
 
     d_hidden = None
     d_weight = weight.new_empty(weight.shape) if need_weight else None
@@ -152,11 +197,10 @@ def linear_backward(
     for first_tile in range(0, tiles, per_stretch):
         count = min(per_stretch, tiles - first_tile)
         padded = workspace[: rows * count * width].view(rows, count * width)
-        stretch = (vocab, first_tile, count)
         if kept is not None and known:
-            write_kept_gradient(kept, source, *kept_part, padded[:known], *stretch)
+            write_kept_gradient(kept, source, *kept_part, padded[:known], vocab, first_tile * width)
         if problem is not None:
-            _write_product_gradient(problem, labels, statistics, coefficients, padded[known:], *stretch)
+            _write_product_gradient(problem, labels, statistics, coefficients, padded[known:], vocab, first_tile, count)
         columns = slice(first_tile * width, min((first_tile + count) * width, vocab))
         da = padded[:, : columns.stop - columns.start]
         if d_bias is not None:
@@ -164,6 +208,6 @@ def linear_backward(
         if d_weight is not None:
             torch.mm(da.T, hidden, out=d_weight[columns])
         if need_hidden:
-            d_hidden = added_product(d_hidden, da, finite_for_product(weight[columns], finite))
+            d_hidden = added_tall_product(d_hidden, da, finite_for_product(weight[columns], finite))
     del workspace, padded, da
     return None if d_hidden is None else narrowed(d_hidden, dtype), d_weight, d_bias

@@ -24,16 +24,21 @@ from torch import Tensor
 
 from rlhf_losses.kernels.statistics import Kept, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
-from rlhf_losses.kernels.triton_math import LN2, LOG2E, NOTHING, exp2, finite_shift, log2
+from rlhf_losses.kernels.triton_math import LN2, finite_shift, log2
 from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context
 from rlhf_losses.kernels.triton_tile import (
+    NO_COLUMN,
+    absorb_tile,
+    any_label,
     grouped,
     kept_exponentials,
     label_columns,
+    masked_tile,
+    merged_sums,
     product_tile,
+    store_label_logit,
     store_sums,
     stretch_of,
-    take_tile,
     transform_tile,
 )
 
@@ -89,7 +94,7 @@ def _statistics_kernel(
         q = tl.zeros([BN], tl.float32)
         arg = tl.zeros([BN], tl.int32)
         wt = tl.zeros([BN], tl.float32)
-        w = 0.0
+        w = tl.zeros([BN], tl.float32)
         # A block whose tokens are all ignored walks no tile.
         counts = tl.load(labels + n, mask=n < N, other=ignore_index) != ignore_index
         first, last = stretch_of(split, splits, tl.cdiv(V, BV))
@@ -100,9 +105,12 @@ def _statistics_kernel(
                 hidden, weight, stride_n, stride_v, n0, v0, N, V, H, BN, BV, BH, DESCRIPTORS, PRECISION
             )  # fmt: skip
             z, _ = transform_tile(a, transform, n, v, N, V)
-            sums = (m, s, u, q, arg, wt, w)
-            e, m, s, u, q, arg, wt, w = take_tile(
-                z, n, v, v0, V, label, label_logit, omega, sums, partial, BV, EXACT
+            z = masked_tile(z, v, v0, V, BV)
+            if any_label(label, v0, BV):
+                store_label_logit(label_logit, z, n, v, v0, label, BV)
+            e, m, s, u, q, arg, wt, w = absorb_tile(
+                z, v[None, :], V, omega, m, s, u, q, arg, wt, w,
+                partial.u is not None, partial.q is not None, partial.arg is not None, EXACT,
             )  # fmt: skip
             if values is not None:  # noqa: SIM102 (decided at compile time, the place of the block is not)
                 if n0 < K:
@@ -169,32 +177,25 @@ def _merge_kernel(
     inside = (split < splits)[:, None] & (n < N)[None, :]
     at = split.to(tl.int64)[:, None] * N + n[None, :]
     m = tl.load(partial.m + at, mask=inside, other=float("-inf"))
-    m_all = tl.max(m, 0)
-    step = tl.maximum((m - finite_shift(m_all)[None, :]) * LOG2E, NOTHING)
-    decay = exp2(step, True)
-    s_part = tl.load(partial.s + at, mask=inside, other=0.0)
-    s = tl.sum(decay * s_part, 0)
+    s = tl.load(partial.s + at, mask=inside, other=0.0)
     u = s
     q = s
     arg = s.to(tl.int32)
     wt = s
     w = s
     if partial.u is not None:
-        u = tl.sum(decay * (tl.load(partial.u + at, mask=inside, other=0.0) + step * s_part), 0)
+        u = tl.load(partial.u + at, mask=inside, other=0.0)
     if partial.q is not None:
-        q = tl.sum(decay * decay * tl.load(partial.q + at, mask=inside, other=0.0), 0)
+        q = tl.load(partial.q + at, mask=inside, other=0.0)
     if partial.arg is not None:
-        # The first stretch to reach the maximum holds the lowest index.
-        here = inside & (m == m_all[None, :])
-        arg = tl.min(tl.where(here, tl.load(partial.arg + at, mask=inside, other=0), V), 0)
+        arg = tl.load(partial.arg + at, mask=inside, other=NO_COLUMN)
     if partial.wt is not None:
-        w_part = tl.load(partial.w + at, mask=inside, other=0.0)
-        grown = tl.where(w_part != 0.0, (m - finite_shift(m_all)[None, :]) * LOG2E * w_part, 0.0)
-        wt = tl.sum(tl.load(partial.wt + at, mask=inside, other=0.0) + grown, 0)
-        w = tl.sum(w_part, 0)
+        wt = tl.load(partial.wt + at, mask=inside, other=0.0)
+        w = tl.load(partial.w + at, mask=inside, other=0.0)
+    m, s, u, q, arg, wt, w = merged_sums(m, s, u, q, arg, wt, w, 0, True)
     label = tl.load(labels + n, mask=n < N, other=0)
     z_y = tl.load(label_logit + n, mask=n < N, other=0.0)
-    store_statistics(out, n, n < N, V, label, ignore_index, m_all, s, u, q, arg, wt, w, z_y)
+    store_statistics(out, n, n < N, V, label, ignore_index, m, s, u, q, arg, wt, w, z_y)
 
 
 def empty_statistics(rows: int, wanted: frozenset[str], device: torch.device) -> RowStatistics:
@@ -226,9 +227,11 @@ def linear_forward(
     problem = Problem.of(hidden, weight, transform)
     width, tiles = problem.tile.columns, cdiv(vocab, problem.tile.columns)
     splits = min(problem.tile.splits, tiles)
+    # The halves of a Hopper block leave results of their own.
+    halves = 2 if problem.overlapped else 1
 
     def partial(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(splits, rows, device=device, dtype=dtype)
+        return torch.empty(halves * splits, rows, device=device, dtype=dtype)
 
     sums = Sums(
         m=partial(),
@@ -243,7 +246,7 @@ def linear_forward(
     out = empty_statistics(rows, wanted, device)
     kept = None
     if keep_rows:
-        kept = Kept(hidden.new_empty(keep_rows, tiles * width), torch.empty(tiles, keep_rows, device=device))
+        kept = Kept(hidden.new_empty(keep_rows, tiles * width), torch.empty(halves * tiles, keep_rows, device=device))
     with launch_context(device):
         keeping = (None, None) if kept is None else (problem.result_blocks(kept.values), kept.shift)
         arguments = (
@@ -260,9 +263,11 @@ def linear_forward(
         stretches = (rows, keep_rows, vocab, splits)
         grid = (problem.programs(splits),)
         if problem.overlapped:
-            from rlhf_losses.kernels import hopper, hopper_tile
+            from rlhf_losses.kernels import hopper_statistics, hopper_tile
 
-            hopper.statistics_kernel[grid](*arguments, *stretches, **problem.constants, **hopper_tile.OPTIONS)
+            hopper_statistics.statistics_kernel[grid](
+                *arguments, *stretches, **problem.constants, **hopper_tile.OPTIONS
+            )
         else:
             strides = (problem.stride_n, problem.stride_v)
             _statistics_kernel[grid](*arguments, *strides, *stretches, **problem.constants)
@@ -275,8 +280,8 @@ def linear_forward(
             ignore_index,
             rows,
             vocab,
-            splits,
-            SPLITS=triton.next_power_of_2(splits),
+            halves * splits,
+            SPLITS=triton.next_power_of_2(halves * splits),
             BN=merge_rows,
         )
     return out, kept

@@ -20,21 +20,24 @@ from torch import Tensor
 
 from rlhf_losses.kernels.backends import interpreting
 from rlhf_losses.kernels.statistics import Coefficients, Kept, RowStatistics
+from rlhf_losses.kernels.tiles import OVERLAP_TILES
 from rlhf_losses.kernels.transform import LogitTransform
-from rlhf_losses.kernels.triton_math import LN2, LOG2E, exp2, rough_log2
-from rlhf_losses.kernels.triton_problem import Transform, cdiv, launch_context, tile_of
-from rlhf_losses.kernels.triton_tile import (
-    FP16_UNIT,
-    label_columns,
+from rlhf_losses.kernels.triton_gradient import (
+    label_gradient,
     product_gradient_tile,
+    row_coefficients,
     slope_tile,
     smoothing_term,
-    transform_tile,
+    with_label,
     without_label,
 )
+from rlhf_losses.kernels.triton_math import LN2, LOG2E, exp2, rough_log2
+from rlhf_losses.kernels.triton_problem import Transform, cdiv, launch_context, tile_of
+from rlhf_losses.kernels.triton_tile import FP16_UNIT, any_label, label_columns, transform_tile
 
-# Tiles of a row, or rows of a tile, that a program takes. The interpreter takes as long for a few as for many.
-_PAIRS = 256 if interpreting() else 16
+# Tiles of a row, or rows of a tile, that a program takes, so many or as make so many elements. The interpreter takes as
+# long for a few as for many.
+_PAIRS, _ELEMENTS = (256, 0) if interpreting() else (16, 4096)
 _WARPS = 8
 
 
@@ -79,10 +82,12 @@ def _kept_gradient_kernel(
     m = tl.load(shift + n, mask=inside, other=0.0)
     log_s = tl.load(log_sum + n, mask=inside, other=0.0)
     label = label_columns(labels, n, A, V)
+    c = row_coefficients(coefficients, n, A)
     if EXACT:
-        v0 = (first_tile + tl.program_id(0) % tiles) * BV
-        z, slope = transform_tile(kept, transform, n, v0 + column, A, V)
-        da = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v0 + column, v0, A, V, True)
+        v = (first_tile + tl.program_id(0) % tiles) * BV + column
+        z, slope = transform_tile(kept, transform, n, v, A, V)
+        da = product_gradient_tile(z, slope, m, log_s, coefficients, c, v, V, True)
+        da = with_label(da, slope, coefficients, c, label, v)
     else:
         if values.dtype.element_ty == tl.float16:
             kept = kept * (1.0 / FP16_UNIT)
@@ -91,31 +96,28 @@ def _kept_gradient_kernel(
         p = kept * exp2(gap, False)[:, None]
         # Of e = 0 comes 2^-126 instead, whose p is 0 all the same.
         log2_e = rough_log2(tl.maximum(kept, 1.1754944e-38))
-        da = without_label(p, log2_e + gap[:, None], coefficients, n, A)
+        da = without_label(p, log2_e + gap[:, None], coefficients, c)
         slope = slope_tile(log2_e * LN2 + tile_m[:, None], transform, n, A)
-        da = da * slope
-        # Counted from the tile's first column.
-        label = label - (first_tile + tile) * BV
-        if tl.max(((label >= 0) & (label < BV)).to(tl.int32), 0) > 0:
-            log_p_y = tl.load(log_probs + n, mask=inside, other=0.0)
-            log2_p_y = log_p_y * LOG2E
-            da_y = without_label(exp2(log2_p_y, False)[:, None], log2_p_y[:, None], coefficients, n, A)
-            if coefficients.y is not None:
-                da_y = da_y + tl.load(coefficients.y + n, mask=inside, other=0.0)[:, None]
-            da_y = da_y * slope_tile((log_p_y + (log_s * LN2 + m))[:, None], transform, n, A)
-            da = tl.where(column[None, :] == label[:, None], da_y, da)
         if coefficients.one is not None:
             # Where e = 0 as well: there no slope comes from z, see ``Call.can_keep``.
             v = (first_tile + tile)[:, None] * BV + column[None, :]
-            da = da + smoothing_term(coefficients, n, v, A, V) * slope
+            da = da + smoothing_term(coefficients, c, v, V)
+        da = da * slope
+        # Counted from the tile's first column.
+        here = label - (first_tile + tile) * BV
+        if any_label(here, 0, BV):
+            log_p = tl.load(log_probs + n, mask=inside, other=0.0)
+            da_y = label_gradient(log_p, m, log_s, label, coefficients, c, transform, n, A, V)
+            da = tl.where(column[None, :] == here[:, None], da_y, da)
     to = n.to(tl.int64)[:, None] * (tiles * BV) + tile[:, None] * BV + column[None, :]
     tl.store(out + to, da.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 def kept_row_bytes(weight: Tensor) -> int:
     """What a row takes that the forward keeps."""
-    width = tile_of(weight).columns
-    return cdiv(len(weight), width) * (width * weight.element_size() + torch.float32.itemsize)
+    tile = tile_of(weight)
+    shifts = 2 if tile in OVERLAP_TILES else 1
+    return cdiv(len(weight), tile.columns) * (tile.columns * weight.element_size() + shifts * torch.float32.itemsize)
 
 
 def write_kept_gradient(
@@ -127,17 +129,18 @@ def write_kept_gradient(
     coefficients: Coefficients,
     out: Tensor,
     vocab: int,
-    first_tile: int,
-    tiles: int,
+    first_column: int = 0,
 ) -> None:
-    """da of A rows of ``kept``, and of ``tiles`` tiles of the vocabulary, to ``out`` [A, tiles * columns of a tile].
+    """da of A rows of ``kept``, from ``first_column`` of the vocabulary on, to ``out`` [A, whole tiles].
 
     ``source`` [A] int64 says which rows of ``kept`` they are, the first A if None. labels, statistics and coefficients
     are those of the A rows, [A] each.
     """
     assert kept.shift is not None
     rows, exact = len(labels), kept.values.dtype == torch.float32
-    programs = cdiv(rows, _PAIRS) * tiles if exact else cdiv(rows * tiles, _PAIRS)
+    width = kept.values.shape[1] // len(kept.shift)
+    tiles, pairs = out.shape[1] // width, max(_PAIRS, _ELEMENTS // width)
+    programs = cdiv(rows, pairs) * tiles if exact else cdiv(rows * tiles, pairs)
     with launch_context(out.device):
         _kept_gradient_kernel[(programs,)](
             kept.values,
@@ -154,10 +157,10 @@ def write_kept_gradient(
             kept.shift.shape[1],
             vocab,
             len(kept.shift),
-            first_tile,
+            first_column // width,
             tiles,
-            BT=_PAIRS,
-            BV=kept.values.shape[1] // len(kept.shift),
+            BT=pairs,
+            BV=width,
             EXACT=exact,
             num_warps=_WARPS,
         )
@@ -183,7 +186,5 @@ def kept_gradient(
     assert kept.shift is not None
     assert kept.values.dtype == dtype
     out = kept.values[: len(labels)]
-    write_kept_gradient(
-        kept, source, labels, transform, statistics, coefficients, out, vocab, first_tile=0, tiles=len(kept.shift)
-    )
+    write_kept_gradient(kept, source, labels, transform, statistics, coefficients, out, vocab)
     return out[:, :vocab]

@@ -13,8 +13,9 @@ from torch import Tensor
 from rlhf_losses.kernels.statistics import Coefficients, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
 from rlhf_losses.kernels.triton_forward import empty_statistics, store_statistics
+from rlhf_losses.kernels.triton_gradient import product_gradient_tile, row_coefficients, with_label
 from rlhf_losses.kernels.triton_problem import Transform, cdiv, launch_context
-from rlhf_losses.kernels.triton_tile import absorb_tile, label_columns, product_gradient_tile, transform_tile
+from rlhf_losses.kernels.triton_tile import absorb_tile, label_columns, transform_tile
 
 _BLOCK = 4096
 _WARPS = 8
@@ -52,14 +53,14 @@ def _statistics_kernel(
     q = tl.zeros([1], tl.float32)
     arg = tl.zeros([1], tl.int32)
     wt = tl.zeros([1], tl.float32)
-    w = 0.0
+    w = tl.zeros([1], tl.float32)
     U, Q, ARG = out.entropy is not None, out.sum_p_squared is not None, out.argmax is not None
     for v0 in range(0, V, BV):
         v = v0 + tl.arange(0, BV)
         a = tl.load(source + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
         z, _ = transform_tile(a, transform, ns, v, N, V)
         z = tl.where((v < V)[None, :], z, float("-inf"))
-        _, m, s, u, q, arg, wt, w = absorb_tile(z, v, V, omega, m, s, u, q, arg, wt, w, U, Q, ARG, EXACT)
+        _, m, s, u, q, arg, wt, w = absorb_tile(z, v[None, :], V, omega, m, s, u, q, arg, wt, w, U, Q, ARG, EXACT)
     column = label_columns(labels, ns, N, V)
     a_y = tl.load(source + column, mask=column >= 0, other=0.0).to(tl.float32)
     z_y, _ = transform_tile(a_y[None, :], transform, ns, column, N, V)
@@ -92,7 +93,9 @@ def _gradient_kernel(
     a = tl.load(logits + row * stride_n + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     z, slope = transform_tile(a, transform, ns, v, N, V)
     m, log_s, label = tl.load(shift + ns), tl.load(log_sum + ns), label_columns(labels, ns, N, V)
-    da = product_gradient_tile(z, slope, m, log_s, coefficients, label, ns, v, v0, N, V, EXACT)
+    c = row_coefficients(coefficients, ns, N)
+    da = product_gradient_tile(z, slope, m, log_s, coefficients, c, v, V, EXACT)
+    da = with_label(da, slope, coefficients, c, label, v)
     tl.store(d_logits + row * stride_out + v[None, :], da.to(d_logits.dtype.element_ty), mask=(v < V)[None, :])
 
 

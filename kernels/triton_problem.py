@@ -124,7 +124,8 @@ class Problem:
         return replace(
             problem,
             hidden=problem.blocks(hidden, tile.rows, tile.depth),
-            weight=problem.blocks(weight, tile.columns, tile.depth),
+            # Each half of a block has its own columns.
+            weight=problem.blocks(weight, tile.columns // (2 if overlapped else 1), tile.depth),
         )
 
     def blocks(self, matrix: Tensor, rows: int, columns: int) -> Any:
@@ -146,9 +147,9 @@ class Problem:
         return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
     def result_blocks(self, matrix: Tensor) -> Any:
-        """``matrix`` [N, C] as the kernels write it: by tiles, or quarters if half a block writes for itself."""
-        parts = 2 if self.overlapped else 1
-        return self.blocks(matrix, self.tile.rows // parts, self.tile.columns // parts)
+        """``matrix`` [N, C] as the kernels write it: by tiles, or quarters, two for each half of a block."""
+        rows, columns = (2, 4) if self.overlapped else (1, 1)
+        return self.blocks(matrix, self.tile.rows // rows, self.tile.columns // columns)
 
     def programs(self, columns: int) -> int:
         """One program per multiprocessor, or per item of row blocks x columns where those are fewer."""

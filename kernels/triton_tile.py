@@ -1,4 +1,4 @@
-"""The tile code that the Triton kernels share: products, logit transform, running sums, gradient, program order.
+"""The tile code that the Triton kernels share: products, logit transform, running sums, program order.
 
 N tokens, V vocabulary, H hidden size; BN, BV, BH the tile's sides. Row offsets are int64: N * V passes 2^31 early.
 With m the maximum of z so far, the running sums over the vocabulary are
@@ -17,8 +17,10 @@ Called from the Hopper kernels too, so nothing here makes a tensor out of nothin
 import triton
 import triton.language as tl
 
-from rlhf_losses.kernels.triton_math import LN2, LOG2E, NOTHING, distance, exp2, finite_shift
+from rlhf_losses.kernels.triton_math import LOG2E, NOTHING, distance, exp2, finite_shift
 
+# The argmax of no column; above every column.
+NO_COLUMN = tl.constexpr(2147483647)
 # Exponentials lie in [0, 1]; kept in fp16 they are multiplied by 2^14, or those below 6e-8 would all be 0.
 FP16_UNIT = tl.constexpr(16384.0)
 
@@ -51,24 +53,6 @@ def transform_tile(a, transform, n, v, N, V):
         z = z * inverse
         slope = slope * inverse
     return z, slope
-
-
-@triton.jit
-def slope_tile(z, transform, n, N):
-    """dz/da [BN, BV], or a number, from z alone: what ``transform_tile`` gives beside it, to the digits that z has."""
-    temperature = 1.0
-    if transform.inverse_temperature is not None:
-        temperature = 1.0 / transform.inverse_temperature
-    if transform.inverse_temperatures is not None:
-        temperature = (1.0 / tl.load(transform.inverse_temperatures + n, mask=n < N, other=1.0))[:, None]
-    slope = 1.0
-    if transform.scale is not None:
-        slope = slope * transform.scale
-    if transform.softcap is not None:
-        # 1 - tanh^2; that of z = -inf, which no softcap gives, is of no account.
-        x = tl.minimum(tl.maximum(z * temperature / transform.softcap, -1.0), 1.0)
-        slope = slope * (1.0 - x) * (1.0 + x)
-    return slope / temperature
 
 
 @triton.jit
@@ -142,52 +126,84 @@ def grouped(item, row_blocks, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def absorb_tile(
-    z, v, V, omega, m, s, u, q, arg, wt, w, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr, EXACT: tl.constexpr
-):  # fmt: skip
-    """2^t [BN, BV] of one more tile of logits z, columns v [BV] in rising order, and the running sums [BN] after it.
-
-    The 2^t are relative to the m returned: where a row has its maximum so far, 2^t is exactly 1. w is a number.
-    """
+def raised_maximum(z, v, m, arg, ARG: tl.constexpr):
+    """The maximum [BN] after one more tile of logits z [BN, BV], and its column; columns v rise, broadcast to z."""
     tile_max = tl.max(z, 1)
     if ARG:
-        tile_arg = tl.min(tl.where(z == tile_max[:, None], v[None, :], 2147483647), 1)
+        tile_arg = tl.min(tl.where(z == tl.expand_dims(tile_max, 1), v, NO_COLUMN), 1)
         arg = tl.where(tile_max > m, tile_arg, arg)
-    m_new = tl.maximum(m, tile_max)
-    shift = finite_shift(m_new)
-    t = distance(z, shift[:, None]) * LOG2E
+    return tl.maximum(m, tile_max), arg
+
+
+@triton.jit
+def raised_sums(m, m_new, s, u, q, wt, w, EXACT: tl.constexpr):
+    """The running sums, from relative to m to relative to m_new."""
+    gap = (m - finite_shift(m_new)) * LOG2E
+    step = tl.maximum(gap, NOTHING)
+    decay = exp2(step, EXACT)
+    return decay * s, decay * (u + step * s), decay * decay * q, wt + tl.where(w != 0.0, gap * w, 0.0)
+
+
+@triton.jit
+def added_tile(z, v, V, omega, m, s, u, q, wt, w, U: tl.constexpr, Q: tl.constexpr, EXACT: tl.constexpr):
+    """2^t [BN, BV] of a tile of logits, and the running sums [BN] with it; m is the maximum of all of them."""
+    t = distance(z, tl.expand_dims(finite_shift(m), 1)) * LOG2E
     e = exp2(t, EXACT)
     if omega is not None:
         weights = tl.load(omega + v, mask=v < V, other=0.0)
         # A column that weighs nothing, padding too, adds 0; 0 * -inf would be NaN.
-        wt = (
-            wt + tl.where(w != 0.0, (m - shift) * LOG2E * w, 0.0)
-            + tl.sum(tl.where((weights != 0.0)[None, :], weights[None, :] * t, 0.0), 1)
-        )  # fmt: skip
-        w += tl.sum(weights, 0)
-    step = tl.maximum((m - shift) * LOG2E, NOTHING)
-    decay = exp2(step, EXACT)
+        wt += tl.sum(tl.where(weights != 0.0, weights * t, 0.0), 1)
+        w += tl.sum(weights, 1)
     if U:
-        u = decay * (u + step * s) + tl.sum(tl.maximum(t, NOTHING) * e, 1)
+        u += tl.sum(tl.maximum(t, NOTHING) * e, 1)
     if Q:
-        q = decay * decay * q + tl.sum(e * e, 1)
-    s = decay * s + tl.sum(e, 1)
+        q += tl.sum(e * e, 1)
+    return e, s + tl.sum(e, 1), u, q, wt, w
+
+
+@triton.jit
+def absorb_tile(
+    z, v, V, omega, m, s, u, q, arg, wt, w, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """2^t [BN, BV] of one more tile of logits z, their columns v (rising, broadcast to z), and the sums [BN] after it.
+
+    The 2^t are relative to the m returned: where a row has its maximum so far, 2^t is exactly 1.
+    """
+    m_new, arg = raised_maximum(z, v, m, arg, ARG)
+    s, u, q, wt = raised_sums(m, m_new, s, u, q, wt, w, EXACT)
+    e, s, u, q, wt, w = added_tile(z, v, V, omega, m_new, s, u, q, wt, w, U, Q, EXACT)
     return e, m_new, s, u, q, arg, wt, w
 
 
 @triton.jit
-def take_tile(z, n, v, v0, V, label, label_logit, omega, sums, partial, BV: tl.constexpr, EXACT: tl.constexpr):
-    """``absorb_tile`` of the tile z [BN, BV] at column v0, its padding masked; stores the labels' logits it holds."""
+def merged_sums(m, s, u, q, arg, wt, w, AXIS: tl.constexpr, EXACT: tl.constexpr):
+    """The running sums of columns that were summed apart: [BN] from [BN, L], or with AXIS 0 from [L, BN]."""
+    m_all = tl.max(m, AXIS)
+    s, u, q, wt = raised_sums(m, tl.expand_dims(m_all, AXIS), s, u, q, wt, w, EXACT)
+    # Of several columns with the maximum the first is meant.
+    arg = tl.min(tl.where(m == tl.expand_dims(m_all, AXIS), arg, NO_COLUMN), AXIS)
+    return m_all, tl.sum(s, AXIS), tl.sum(u, AXIS), tl.sum(q, AXIS), arg, tl.sum(wt, AXIS), tl.sum(w, AXIS)
+
+
+@triton.jit
+def masked_tile(z, v, v0, V, BV: tl.constexpr):
+    """z [BN, BV] of columns v, v0 the first, with -inf in the padding of the vocabulary."""
     if v0 + BV > V:
         z = tl.where((v < V)[None, :], z, float("-inf"))
-    # At V = 150k four tiles in five hold no label of their 128 rows; a vote is cheaper than the search.
-    here = (label >= v0) & (label < v0 + BV)
-    if tl.max(here.to(tl.int32), 0) > 0:
-        z_y = tl.sum(tl.where(v[None, :] == label[:, None], z, 0.0), 1)
-        tl.store(label_logit + n, z_y, mask=here)
-    m, s, u, q, arg, wt, w = sums
-    U, Q, ARG = partial.u is not None, partial.q is not None, partial.arg is not None
-    return absorb_tile(z, v, V, omega, m, s, u, q, arg, wt, w, U, Q, ARG, EXACT)
+    return z
+
+
+@triton.jit
+def any_label(label, v0, BV: tl.constexpr):
+    """Whether a label lies in the tile at v0. At V = 150k four tiles in five hold none of their 128 rows."""
+    return tl.max(((label >= v0) & (label < v0 + BV)).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def store_label_logit(label_logit, z, n, v, v0, label, BV: tl.constexpr):
+    """The logits of the labels that lie in the tile z [BN, BV] at v0, to the places of their rows."""
+    z_y = tl.sum(tl.where(v[None, :] == label[:, None], z, 0.0), 1)
+    tl.store(label_logit + n, z_y, mask=(label >= v0) & (label < v0 + BV))
 
 
 @triton.jit
@@ -212,37 +228,4 @@ def store_sums(partial, split, n, N, m, s, u, q, arg, wt, w):
         tl.store(partial.arg + at, arg, mask=n < N)
     if partial.wt is not None:
         tl.store(partial.wt + at, wt, mask=n < N)
-        tl.store(partial.w + at, tl.where(n < N, w, 0.0), mask=n < N)
-
-
-@triton.jit
-def without_label(p, log2_p, coefficients, n, N):
-    """dz but for the label's term: p (c_p + c_plogp log p + c_pp p), of probabilities and their base-2 logarithms."""
-    inner = tl.load(coefficients.p + n, mask=n < N, other=0.0)[:, None]
-    if coefficients.plogp is not None:
-        c_plogp = tl.load(coefficients.plogp + n, mask=n < N, other=0.0) * LN2
-        inner = inner + c_plogp[:, None] * tl.maximum(log2_p, NOTHING)
-    if coefficients.pp is not None:
-        inner = inner + tl.load(coefficients.pp + n, mask=n < N, other=0.0)[:, None] * p
-    return p * inner
-
-
-@triton.jit
-def smoothing_term(coefficients, n, v, N, V):
-    """c_1 omega [BN, BV] of columns v, [BV] or [BN, BV]; 0 in the padding."""
-    c_1 = tl.load(coefficients.one + n, mask=n < N, other=0.0)
-    return c_1[:, None] * tl.load(coefficients.omega + v, mask=v < V, other=0.0)
-
-
-@triton.jit
-def product_gradient_tile(z, slope, shift, log_sum, coefficients, label, n, v, v0, N, V, EXACT: tl.constexpr):
-    """da [BN, BV] from transformed logits z and dz/da, both [BN, BV]; shift, log_sum, label, n [BN], v [BV]."""
-    log2_p = distance(z, shift[:, None]) * LOG2E - log_sum[:, None]
-    dz = without_label(exp2(log2_p, EXACT), log2_p, coefficients, n, N)
-    if coefficients.one is not None:
-        dz = dz + smoothing_term(coefficients, n, v[None, :], N, V)
-    if coefficients.y is not None:  # noqa: SIM102 (decided at compile time, the vote is not)
-        if tl.max(((label >= v0) & (label < v0 + dz.shape[1])).to(tl.int32), 0) > 0:
-            c_y = tl.load(coefficients.y + n, mask=n < N, other=0.0)
-            dz = dz + tl.where(v[None, :] == label[:, None], c_y[:, None], 0.0)
-    return dz * slope
+        tl.store(partial.w + at, w, mask=n < N)

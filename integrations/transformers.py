@@ -1,0 +1,198 @@
+"""Supervised training of a transformers model without its logits.
+
+    from rlhf_losses.integrations.transformers import fuse_head
+
+    model = AutoModelForCausalLM.from_pretrained(...)
+    fuse_head(model)                              # before or after adapters; before FSDP, DeepSpeed and Trainer
+    loss = model(input_ids=ids, labels=ids).loss  # and .logits is None
+
+Called with ``labels`` the model runs its own forward, in which its head returns a description of the logits
+(``unwritten_logits``) and the cross entropy of it is computed from hidden states and weight. All else is the model's
+own: the shift of the labels, ``num_items_in_batch``, auxiliary losses of experts, images. Called without labels, in
+``generate`` too, it is the model that it was.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_losses.integrations.fused_head import (
+    CHECKED_TOKENS,
+    FusedHead,
+    HeadOptions,
+    HeadRequest,
+    attach,
+    detach,
+    fused_head_of,
+    head_layer,
+    without_dropout,
+)
+from rlhf_losses.integrations.unwritten_logits import UnwrittenLogits
+
+
+def fuse_head(
+    model: nn.Module,
+    *,
+    backend: str = "auto",
+    workspace_bytes: int | None = None,
+    validate: str = "async",
+    in_eval: bool = True,
+) -> None:
+    """Let ``model``, any transformers model with a causal language model's head, train without logits.
+
+    Works on this instance alone. With ``labels`` its forward returns what it always did, the loss from the fused op and
+    ``logits`` None; before the first such loss, what the model does to its logits is held against the model's own
+    logits of a few tokens.
+
+    Args:
+        model: a ``PreTrainedModel``, or a PEFT model of one. Adapters may be put on later; FSDP, DDP, DeepSpeed and
+            accelerate's hooks must be.
+        backend, workspace_bytes, validate: as for ``linear_log_probs``.
+        in_eval: whether a model in eval mode that gets labels goes without logits, too; False for an evaluation that
+            looks at them (``compute_metrics`` of ``Trainer``).
+
+    Raises:
+        ValueError for a head that is no nn.Linear, for a forward that somebody else has replaced, and, at the first
+        loss, with the numbers, for a model whose own logits differ from the fused ones or can't be followed.
+    """
+    options = HeadOptions(backend=backend, workspace_bytes=workspace_bytes, validate=validate)
+    attach(_without_adapters(model), _TrainedHead(options, in_eval))
+
+
+def unfuse_head(model: nn.Module) -> None:
+    """Put everything back that ``fuse_head`` changed. ``model`` may be wrapped by now (PEFT, DDP, FSDP, DeepSpeed).
+
+    Raises ValueError for a model that is not fused.
+    """
+    fused = [module for module in model.modules() if isinstance(fused_head_of(module), _TrainedHead)]
+    if not fused:
+        raise ValueError(f"{type(model).__name__}: expected a model whose head has been fused, got one that has not")
+    for module in fused:
+        detach(module)
+
+
+def _without_adapters(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class _TrainedHead(FusedHead):
+    """Runs the model's own forward with logits that are not written."""
+
+    explains = "its forward"
+
+    def __init__(self, options: HeadOptions, in_eval: bool):
+        super().__init__(options, {})
+        self.in_eval = in_eval
+
+    def forward(self, model: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not (model.training or self.in_eval) or not self._has_labels(original, args, kwargs):
+            return original(*args, **kwargs)
+        head = self.head_of(model)
+        stand_in = _StandIn(self, model, head)
+        with _standing_in(model, head, stand_in):
+            try:
+                output = original(*args, **kwargs)
+            except Exception as error:
+                if stand_in.state != "described":
+                    raise
+                raise ValueError(
+                    f"{type(model).__name__}: expected a forward that scales, caps and cuts its logits and takes their "
+                    f"cross entropy, got one that does something else ({error}); train it without the fused head"
+                ) from error
+        if stand_in.state != "scored":
+            raise ValueError(
+                f"{type(model).__name__}: expected a forward that calls its head and takes the cross entropy of what it "
+                f"returns, got one whose head was {stand_in.state}; train it without the fused head"
+            )
+        return _without_logits(output)
+
+    def _has_labels(self, original: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+        if args:
+            names = list(self.wrapper.__signature__.parameters)[1:]  # type: ignore[union-attr]
+            kwargs = kwargs | dict(zip(names, args, strict=False))
+        return kwargs.get("labels") is not None
+
+    def loss(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest
+    ) -> dict[str, Tensor]:
+        return {"loss": -self.score(hidden_states, weight, bias, request)["log_probs"]}
+
+
+class _StandIn:
+    """Takes the head's place in the model's forward; asked for anything but a call, it is the head."""
+
+    def __init__(self, fused: _TrainedHead, model: nn.Module, head: nn.Module):
+        self.fused, self.model, self.head = fused, model, head
+        self.state = "not called"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.head, name)
+
+    def __call__(self, hidden_states: Tensor) -> UnwrittenLogits:
+        self.state = "described"
+        sample = None
+        if not self.fused.checked and hidden_states.numel():
+            self.checked_rows = hidden_states.detach().flatten(0, -2)[:CHECKED_TOKENS]
+            with torch.no_grad(), without_dropout(self.head):
+                sample = self.head(self.checked_rows)
+        return UnwrittenLogits(hidden_states, _layer(self.head).out_features, self._loss, sample)
+
+    def _loss(
+        self,
+        hidden_states: Tensor,
+        target: Tensor,
+        transform: dict[str, float],
+        sample: Tensor | None,
+        settings: dict[str, Any],
+    ) -> Tensor:
+        self.state = "scored"
+        fused = self.fused
+        if sample is not None:
+            fused.transform = transform
+            fused.compare(self.model, self.head, self.checked_rows, sample)
+        elif transform != fused.transform and fused.checked:
+            raise ValueError(
+                f"{type(self.model).__name__}: expected the logit transform {fused.transform or 'none'} that was "
+                f"checked, got {transform or 'none'}; after a change of the config, unfuse_head and fuse_head"
+            )
+        reduction, ignored = settings["reduction"], settings["ignore_index"]
+        target = target.to(hidden_states.device)
+        request = HeadRequest(target, outputs=("log_probs",))
+        losses = self.head(hidden_states, request=request, score=fused.loss)["loss"]
+        if reduction == "none":
+            return losses
+        total = losses.sum()
+        return total if reduction == "sum" else total / (target != ignored).sum()
+
+
+def _layer(head: nn.Module) -> nn.Module:
+    """The nn.Linear below FSDP1's wrapper and PEFT's layers."""
+    head = head_layer(head)
+    if hasattr(head, "modules_to_save"):
+        return _layer(head.original_module)  # type: ignore[arg-type]
+    return _layer(head.get_base_layer()) if hasattr(head, "lora_A") else head  # type: ignore[operator]
+
+
+@contextmanager
+def _standing_in(model: nn.Module, head: nn.Module, stand_in: _StandIn) -> Iterator[None]:
+    """Wherever the model has its head as an attribute, the instance's dictionary hides it: it stays registered."""
+    places = [(x, name) for x in model.modules() for name, child in x._modules.items() if child is head]
+    for module, name in places:
+        vars(module)[name] = stand_in
+    try:
+        yield
+    finally:
+        for module, name in places:
+            del vars(module)[name]
+
+
+def _without_logits(output: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(None if isinstance(x, UnwrittenLogits) else x for x in output)
+    for name, value in list(output.items()):
+        if isinstance(value, UnwrittenLogits):
+            output[name] = None
+    return output

@@ -192,7 +192,4 @@ def _standing_in(model: nn.Module, head: nn.Module, stand_in: _StandIn) -> Itera
 def _without_logits(output: Any) -> Any:
     if isinstance(output, tuple):
         return tuple(None if isinstance(x, UnwrittenLogits) else x for x in output)
-    for name, value in list(output.items()):
-        if isinstance(value, UnwrittenLogits):
-            output[name] = None
-    return output
+    return type(output)(**{name: x for name, x in output.items() if not isinstance(x, UnwrittenLogits)})

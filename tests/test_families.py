@@ -41,6 +41,8 @@ QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_head
 QWEN_TOKENS = {"image_token_id": IMAGE, "video_token_id": VOCAB - 2, "vision_start_token_id": VOCAB - 3}
 QWEN_TOKENS["vision_end_token_id"] = VOCAB - 4
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+if transformers.__version__ < "5":
+    MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
 SIGLIP = {
     "hidden_size": 32,
     "intermediate_size": 32,

@@ -141,8 +141,8 @@ def fuse_head(
     body = getattr(model, model.base_model_prefix, None)
     if not isinstance(body, nn.Module) or any(module is head for module in body.modules()):
         raise ValueError(
-            f"{type(model).__name__}: expected a body under {model.base_model_prefix!r} that ends in hidden states, got "
-            f"{type(body).__name__}"
+            f"{type(model).__name__}: expected a body under {model.base_model_prefix!r} that ends in hidden states, "
+            f"got {type(body).__name__}"
         )
     attach(model, fused)
 
@@ -160,8 +160,8 @@ def attach(model: nn.Module, fused: "FusedHead") -> None:
             return original(self, *args, **kwargs)
         return fused.forward(self, functools.partial(original, self), args, kwargs)
 
-    # generate() and trainers look at the signature. By __wrapped__ accelerate's unwrap_model would dig the original out.
-    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    # generate() and trainers look at the signature; by __wrapped__ accelerate's unwrap_model would dig the original out.
+    forward.__signature__ = inspect.signature(original)
     del forward.__wrapped__
     fused.wrapper = forward
     model.forward = MethodType(forward, model)

@@ -14,16 +14,17 @@ own: the shift of the labels, ``num_items_in_batch``, auxiliary losses of expert
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_losses import linear_log_probs
 from rlhf_losses.integrations.fused_head import (
     CHECKED_TOKENS,
     FusedHead,
     HeadOptions,
-    HeadRequest,
     attach,
     detach,
     fused_head_of,
@@ -104,21 +105,47 @@ class _TrainedHead(FusedHead):
                 ) from error
         if stand_in.state != "scored":
             raise ValueError(
-                f"{type(model).__name__}: expected a forward that calls its head and takes the cross entropy of what it "
-                f"returns, got one whose head was {stand_in.state}; train it without the fused head"
+                f"{type(model).__name__}: expected a forward that calls its head and takes the cross entropy of what "
+                f"it returns, got one whose head was {stand_in.state}; train it without the fused head"
             )
         return _without_logits(output)
 
     def _has_labels(self, original: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
         if args:
-            names = list(self.wrapper.__signature__.parameters)[1:]  # type: ignore[union-attr]
+            names = list(self.wrapper.__signature__.parameters)[1:]
             kwargs = kwargs | dict(zip(names, args, strict=False))
         return kwargs.get("labels") is not None
 
-    def loss(
-        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest
-    ) -> dict[str, Tensor]:
-        return {"loss": -self.score(hidden_states, weight, bias, request)["log_probs"]}
+    def loss(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: "_Loss") -> dict[str, Tensor]:
+        stats = linear_log_probs(
+            hidden_states,
+            weight,
+            request.target,
+            bias=bias,
+            outputs=("log_probs",),
+            ignore_index=request.ignore_index,
+            backend=self.options.backend,
+            workspace_bytes=self.options.workspace_bytes,
+            validate=self.options.validate,
+            **self.transform,
+        )
+        assert stats.log_probs is not None
+        losses = -stats.log_probs
+        if request.reduction == "none":
+            return {"loss": losses}
+        total = losses.sum()
+        if request.reduction == "sum":
+            return {"loss": total}
+        return {"loss": total / (request.target != request.ignore_index).sum()}
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """Arguments of torch's cross_entropy."""
+
+    target: Tensor
+    ignore_index: int
+    reduction: str
 
 
 class _StandIn:
@@ -158,22 +185,16 @@ class _StandIn:
                 f"{type(self.model).__name__}: expected the logit transform {fused.transform or 'none'} that was "
                 f"checked, got {transform or 'none'}; after a change of the config, unfuse_head and fuse_head"
             )
-        reduction, ignored = settings["reduction"], settings["ignore_index"]
-        target = target.to(hidden_states.device)
-        request = HeadRequest(target, outputs=("log_probs",))
-        losses = self.head(hidden_states, request=request, score=fused.loss)["loss"]
-        if reduction == "none":
-            return losses
-        total = losses.sum()
-        return total if reduction == "sum" else total / (target != ignored).sum()
+        request = _Loss(target.to(hidden_states.device), **settings)
+        return self.head(hidden_states, request=request, score=fused.loss)["loss"]
 
 
 def _layer(head: nn.Module) -> nn.Module:
     """The nn.Linear below FSDP1's wrapper and PEFT's layers."""
     head = head_layer(head)
     if hasattr(head, "modules_to_save"):
-        return _layer(head.original_module)  # type: ignore[arg-type]
-    return _layer(head.get_base_layer()) if hasattr(head, "lora_A") else head  # type: ignore[operator]
+        return _layer(head.original_module)
+    return _layer(head.get_base_layer()) if hasattr(head, "lora_A") else head
 
 
 @contextmanager

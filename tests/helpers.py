@@ -232,8 +232,9 @@ def script(path: Path, *args: str | Path, ranks: int = 1, timeout: float = 280, 
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", port] if ranks > 1 else []
+    given = os.environ.get("PYTHONPATH")
     more = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(path.parent), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(path.parent), *([given] if given else [])]),
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": "1",
         "TRITON_INTERPRET": "1",

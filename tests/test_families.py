@@ -102,7 +102,11 @@ TEXT = {
         },
         {"logit_scale": 3.0},
     ),
-    "GPT-2": ("GPT2Config", {"n_embd": 32, "n_head": 4, "n_layer": 2, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}, {}),
+    "GPT-2": (
+        "GPT2Config",
+        {"n_embd": 32, "n_head": 4, "n_layer": 2, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0},
+        {},
+    ),
     "GPT-NeoX": ("GPTNeoXConfig", {}, {}),
     "GPT-OSS": ("GptOssConfig", LOCAL_EXPERTS | {"sliding_window": 8}, {}),
     "DeepSeek-V3": (

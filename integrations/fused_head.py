@@ -160,7 +160,7 @@ def attach(model: nn.Module, fused: "FusedHead") -> None:
             return original(self, *args, **kwargs)
         return fused.forward(self, functools.partial(original, self), args, kwargs)
 
-    # generate() and trainers look at the signature; by __wrapped__ accelerate's unwrap_model would dig the original out.
+    # generate() and trainers look at the signature; by __wrapped__ accelerate would dig the original out again.
     forward.__signature__ = inspect.signature(original)
     del forward.__wrapped__
     fused.wrapper = forward

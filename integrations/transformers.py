@@ -87,13 +87,14 @@ class _TrainedHead(FusedHead):
     def __init__(self, options: HeadOptions, in_eval: bool):
         super().__init__(options, {})
         self.in_eval = in_eval
+        self.places: list[tuple[nn.Module, str]] = []
 
     def forward(self, model: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not (model.training or self.in_eval) or not self._has_labels(original, args, kwargs):
             return original(*args, **kwargs)
         head = self.head_of(model)
         stand_in = _StandIn(self, model, head)
-        with _standing_in(model, head, stand_in):
+        with self._standing_in(model, head, stand_in):
             try:
                 output = original(*args, **kwargs)
             except Exception as error:
@@ -115,6 +116,19 @@ class _TrainedHead(FusedHead):
             names = list(self.wrapper.__signature__.parameters)[1:]
             kwargs = kwargs | dict(zip(names, args, strict=False))
         return kwargs.get("labels") is not None
+
+    @contextmanager
+    def _standing_in(self, model: nn.Module, head: nn.Module, stand_in: "_StandIn") -> Iterator[None]:
+        """Wherever the model has its head as an attribute, the instance's dictionary hides it: it stays registered."""
+        if not self.places or any(module._modules.get(name) is not head for module, name in self.places):
+            self.places = [(x, name) for x in model.modules() for name, child in x._modules.items() if child is head]
+        for module, name in self.places:
+            vars(module)[name] = stand_in
+        try:
+            yield
+        finally:
+            for module, name in self.places:
+                del vars(module)[name]
 
     def loss(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: "_Loss") -> dict[str, Tensor]:
         stats = linear_log_probs(
@@ -195,19 +209,6 @@ def _layer(head: nn.Module) -> nn.Module:
     if hasattr(head, "modules_to_save"):
         return _layer(head.original_module)
     return _layer(head.get_base_layer()) if hasattr(head, "lora_A") else head
-
-
-@contextmanager
-def _standing_in(model: nn.Module, head: nn.Module, stand_in: _StandIn) -> Iterator[None]:
-    """Wherever the model has its head as an attribute, the instance's dictionary hides it: it stays registered."""
-    places = [(x, name) for x in model.modules() for name, child in x._modules.items() if child is head]
-    for module, name in places:
-        vars(module)[name] = stand_in
-    try:
-        yield
-    finally:
-        for module, name in places:
-            del vars(module)[name]
 
 
 def _without_logits(output: Any) -> Any:

@@ -14,7 +14,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, Gemma2Config
@@ -40,25 +40,32 @@ def ddp(model):
     return DistributedDataParallel(model)
 
 
-def fsdp1(model, head_apart=False):
+def fsdp1(model, head_apart=False, mixed=False):
     layers = type(model.model.layers[0])
     policy = ModuleWrapPolicy({layers})
     if head_apart:
         policy = partial(by_kind, kinds=(layers,), apart=model.get_output_embeddings())
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=policy,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if mixed else None,
+    )
 
 
 def by_kind(module, recurse, nonwrapped_numel, kinds, apart):
     return recurse or module is apart or isinstance(module, kinds)
 
 
-def fsdp2(model, head_apart=False):
+def fsdp2(model, head_apart=False, mixed=False):
+    policy = MixedPrecisionPolicy(torch.bfloat16 if mixed else None, torch.float32)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if head_apart:
-        fully_shard(inner.get_output_embeddings(), reshard_after_forward=True)
+        fully_shard(inner.get_output_embeddings(), mp_policy=policy, reshard_after_forward=True)
     for layer in inner.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
 
 
 def lora(model):
@@ -108,6 +115,8 @@ CASES = {
     "fsdp2-head-apart": (partial(fsdp2, head_apart=True), False),
     "fsdp2-lora": (lora_fsdp2, False),
     "fsdp2-saved-head": (saved_head_fsdp2, False),
+    "fsdp1-mixed": (partial(fsdp1, mixed=True), False),
+    "fsdp2-mixed": (partial(fsdp2, mixed=True), False),
     "zero3": (zero3, False),
     "zero3-tied": (zero3, True),
 }

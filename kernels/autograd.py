@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_losses.kernels.backends import operations
 from rlhf_losses.kernels.gemm import all_finite
 from rlhf_losses.kernels.host_read import HostRead
-from rlhf_losses.kernels.statistics import OUTPUTS, Coefficients, Kept, RowStatistics, of_rows
+from rlhf_losses.kernels.statistics import CallStats, Coefficients, Kept, RowStatistics, of_rows
 from rlhf_losses.kernels.transform import LogitTransform
 
 T = TypeVar("T")
@@ -28,6 +28,7 @@ class Call:
     labels     [N] of the tokens in ``rows``, any integer dtype, as the caller gave them
     rows       [N] int64, which of the given tokens count; None for all of them
     transform  without its bias, with per-token temperatures already those of ``rows``
+    omega      [V] weights of "weighted_log_probs" in the accumulator's dtype, where that is wanted
     """
 
     labels: Tensor
@@ -38,6 +39,16 @@ class Call:
     backend: str
     workspace_bytes: int
     cache_bytes: int = 0
+    omega: Tensor | None = None
+
+    def can_keep(self, dtype: torch.dtype) -> bool:
+        """Whether rows kept by the forward give the whole gradient, for operands of this dtype.
+
+        An exponential of 16 bits that is 0 does not say what z was, and a soft cap's dz/da comes from it: as long as
+        every term of dz is a multiple of p that does not matter, but smoothing has a gradient there, too.
+        """
+        exponentials = self.backend == "triton" and dtype.itemsize == 2
+        return not (exponentials and self.omega is not None and self.transform.softcap is not None)
 
 
 def _pack(values: Tensor, rows: Tensor | None) -> Tensor:
@@ -58,7 +69,7 @@ def without_autocast(tensor: Tensor):
 def _outputs(ctx, statistics: RowStatistics, call: Call, count: int) -> tuple[Tensor | None, ...]:
     outputs = tuple(
         unpack(value, call.rows, count) if name in call.wanted and value is not None else None
-        for name, value in ((name, getattr(statistics, name)) for name in OUTPUTS)
+        for name, value in ((name, getattr(statistics, name)) for name in CallStats._fields)
     )
     ctx.set_materialize_grads(False)
     if outputs[-1] is not None:
@@ -68,26 +79,26 @@ def _outputs(ctx, statistics: RowStatistics, call: Call, count: int) -> tuple[Te
 
 def _save(ctx, call: Call, statistics: RowStatistics, kept: Kept | None, *inputs: Tensor | None) -> None:
     ctx.call = call
-    # What no coefficient is made of need not be kept. Labels and temperatures may lie in the caller's memory: saved,
-    # they raise where somebody has written there since.
+    # What no coefficient is made of need not be kept. Labels, temperatures and omega may lie in the caller's memory:
+    # saved, they raise where somebody has written there since.
     temperature = call.transform.temperature
-    guarded = (call.labels, temperature if isinstance(temperature, Tensor) else None)
+    guarded = (call.labels, temperature if isinstance(temperature, Tensor) else None, call.omega)
     if kept is None:
         statistics = statistics._replace(log_probs=None)
-    statistics = statistics._replace(logsumexp=None, argmax=None)
+    statistics = statistics._replace(logsumexp=None, weighted_log_probs=None, argmax=None)
     ctx.save_for_backward(*guarded, *inputs, *statistics, *(kept or (None, None)))
 
 
 def _saved(ctx) -> tuple[tuple[Tensor, ...], RowStatistics, Kept | None]:
     """The inputs, statistics and kept rows of ``_save``."""
-    _, _, *saved, values, shift = ctx.saved_tensors
+    _, _, _, *saved, values, shift = ctx.saved_tensors
     parts = len(RowStatistics._fields)
     return tuple(saved[:-parts]), RowStatistics(*saved[-parts:]), None if values is None else Kept(values, shift)
 
 
 def _rows_to_keep(call: Call, weight: Tensor) -> int:
     """As many as the cache holds."""
-    if call.cache_bytes == 0:
+    if call.cache_bytes == 0 or not call.can_keep(weight.dtype):
         return 0
     return min(len(call.labels), call.cache_bytes // operations(call.backend).kept_row_bytes(weight))
 
@@ -125,7 +136,7 @@ def _narrow(
         labels=call.labels[tokens],
         transform=call.transform.for_rows(tokens),
     )
-    return narrowed, of_rows(statistics, tokens), of_rows(coefficients, tokens)
+    return narrowed, of_rows(statistics, tokens), coefficients.for_rows(tokens)
 
 
 def _backward_step(
@@ -140,10 +151,10 @@ def _backward_step(
     ``meanwhile`` gives the device work for the time that the host needs to launch the next kernel.
     """
     # Contiguous: the gradient of a sum is one number with stride 0, and kernels step by one element.
-    gradients = [None if g is None else _pack(g, call.rows).contiguous() for g in upstream[:4]]
+    gradients = [None if g is None else _pack(g, call.rows).contiguous() for g in upstream[:-1]]
     some = with_gradient(call.labels, call.ignore_index, gradients)
     count = HostRead(some.sum())
-    coefficients = Coefficients.from_upstream(statistics, *gradients)
+    coefficients = Coefficients.from_upstream(statistics, *gradients, call.omega)
     result = meanwhile()
     if int(count.wait()) == len(some):
         return call, statistics, coefficients, None, result
@@ -152,7 +163,7 @@ def _backward_step(
 
 
 class LinearStatistics(torch.autograd.Function):
-    """hidden [M, H], weight [V, H], bias [V] or None -> the five fields of ``TokenStats``, [M]."""
+    """hidden [M, H], weight [V, H], bias [V] or None -> the fields of ``CallStats``, [M]."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor | None, ...]:
@@ -164,6 +175,7 @@ class LinearStatistics(torch.autograd.Function):
                 call.labels,
                 call.transform.with_bias(bias),
                 call.wanted,
+                call.omega,
                 call.ignore_index,
                 call.workspace_bytes,
                 keep_rows,
@@ -205,13 +217,38 @@ class LinearStatistics(torch.autograd.Function):
         )
 
 
+class Recomputed(LinearStatistics):
+    """hidden, weight and bias of a call whose statistics [M] somebody has found -> ``CallStats`` of them.
+
+    The forward computes nothing; the backward, should there be one, takes the products once more.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, found: RowStatistics):
+        # Aliases: these get a gradient, what was found has none.
+        statistics = RowStatistics(*(None if x is None else _pack(x.detach(), call.rows) for x in found))
+        _save(ctx, call, statistics, None, hidden, weight, bias)
+        return _outputs(ctx, statistics, call, len(hidden))
+
+    @staticmethod
+    def backward(ctx, *upstream: Tensor | None):
+        return *LinearStatistics.backward(ctx, *upstream), None
+
+
 class LogitsStatistics(torch.autograd.Function):
-    """logits [M, V] -> the five fields of ``TokenStats``, [M]; with ``in_place`` the gradient overwrites the logits."""
+    """logits [M, V] -> the fields of ``CallStats``, [M]; with ``in_place`` the gradient overwrites the logits."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, call: Call, in_place: bool) -> tuple[Tensor | None, ...]:
         statistics = operations(call.backend).logits_forward(
-            logits, call.rows, call.labels, call.transform, call.wanted, call.ignore_index, call.workspace_bytes
+            logits,
+            call.rows,
+            call.labels,
+            call.transform,
+            call.wanted,
+            call.omega,
+            call.ignore_index,
+            call.workspace_bytes,
         )
         ctx.in_place = in_place
         ctx.overwritten = False

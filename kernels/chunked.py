@@ -41,7 +41,12 @@ def _columns(labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def row_statistics(
-    logits: Tensor, labels: Tensor, transform: LogitTransform, wanted: frozenset[str], ignore_index: int
+    logits: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    wanted: frozenset[str],
+    omega: Tensor | None,
+    ignore_index: int,
 ) -> RowStatistics:
     """One block of raw products [N, V] in the accumulator's dtype -> its statistics.
 
@@ -53,6 +58,10 @@ def row_statistics(
     gap = z - row_max[:, None]
     columns, _ = _columns(labels, logits.shape[1])
     label_gap = gap.gather(-1, columns).squeeze(-1)
+    weighted = None
+    if omega is not None:
+        # A token that is switched off and weighs nothing adds 0; 0 * -inf would be NaN.
+        weighted = gap.masked_fill(omega == 0, 0.0).mul_(omega).sum(-1, dtype=torch.float64)
     e = gap.exp()
     s = e.sum(-1, dtype=torch.float64)
     log_sum = s.log()
@@ -69,6 +78,7 @@ def row_statistics(
         entropy=entropy,
         logsumexp=row_max + log_sum if "logsumexp" in wanted else None,
         sum_p_squared=sum_p_squared,
+        weighted_log_probs=None if omega is None else weighted - omega.sum(dtype=torch.float64) * log_sum,
         argmax=argmax,
     )
     narrow = (x if x is None or not x.is_floating_point() else x.to(logits.dtype) for x in statistics)
@@ -92,6 +102,8 @@ def product_gradient(
     if coefficients.y is not None:
         columns, there = _columns(labels, logits.shape[1])
         dz.scatter_add_(-1, columns, coefficients.y.where(there, 0.0)[:, None])
+    if coefficients.one is not None:
+        dz.addr_(coefficients.one, coefficients.omega)
     return dz if isinstance(slope, float) and slope == 1.0 else dz.mul_(slope)
 
 
@@ -105,6 +117,7 @@ def linear_forward(
     labels: Tensor,
     transform: LogitTransform,
     wanted: frozenset[str],
+    omega: Tensor | None,
     ignore_index: int,
     workspace_bytes: int,
     keep_rows: int,
@@ -118,7 +131,7 @@ def linear_forward(
         products = wide_product(hidden[rows], wide_weight.T)
         if kept is not None and rows.start < keep_rows:
             kept[rows] = products
-        blocks.append(row_statistics(products, labels[rows], transform.for_rows(rows), wanted, ignore_index))
+        blocks.append(row_statistics(products, labels[rows], transform.for_rows(rows), wanted, omega, ignore_index))
     return _join(blocks), None if kept is None else Kept(kept, None)
 
 
@@ -152,7 +165,7 @@ def kept_gradient(
             labels[chunk],
             transform.for_rows(chunk),
             of_rows(statistics, chunk),
-            of_rows(coefficients, chunk),
+            coefficients.for_rows(chunk),
         )
     return da
 
@@ -190,7 +203,7 @@ def linear_backward(
             labels[rows],
             transform.for_rows(rows),
             of_rows(statistics, rows),
-            of_rows(coefficients, rows),
+            coefficients.for_rows(rows),
         )
         if d_bias is not None:
             d_bias += da.sum(0)
@@ -213,6 +226,7 @@ def logits_forward(
     labels: Tensor,
     transform: LogitTransform,
     wanted: frozenset[str],
+    omega: Tensor | None,
     ignore_index: int,
     workspace_bytes: int,
 ) -> RowStatistics:
@@ -221,7 +235,12 @@ def logits_forward(
     return _join(
         [
             row_statistics(
-                logits[_source(rows, chunk)].to(wide), labels[chunk], transform.for_rows(chunk), wanted, ignore_index
+                logits[_source(rows, chunk)].to(wide),
+                labels[chunk],
+                transform.for_rows(chunk),
+                wanted,
+                omega,
+                ignore_index,
             )
             for chunk in _chunks(len(labels), logits.shape[1], logits.dtype, workspace_bytes)
         ]
@@ -247,5 +266,5 @@ def logits_backward(
             labels[chunk],
             transform.for_rows(chunk),
             of_rows(statistics, chunk),
-            of_rows(coefficients, chunk),
+            coefficients.for_rows(chunk),
         ).to(out.dtype)

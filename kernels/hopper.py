@@ -57,7 +57,7 @@ def _statistics_product(
     stages, tokens, partial, kept, stretch,
     HALF: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    labels, label_logit, transform, ignore_index = tokens
+    labels, label_logit, transform, omega, ignore_index = tokens
     exponentials, kept_shift, result, K = kept
     N, V, splits = stretch
     ROWS: gl.constexpr = BN // 2
@@ -76,19 +76,24 @@ def _statistics_product(
         u = gl.zeros([ROWS], gl.float32, by_row)
         q = gl.zeros([ROWS], gl.float32, by_row)
         arg = gl.zeros([ROWS], gl.int32, by_row)
+        wt = gl.zeros([ROWS], gl.float32, by_row)
+        w = 0.0
         for tile in range(first, last):
             v0 = tile * BV
             v = v0 + gl.arange(0, BV, by_column)
             z, count = product_tile(stages, count, ROWS, HALF, (H + BH - 1) // BH)
             z, _ = transform_tile(z, transform, n, v, N, V)
-            e, m, s, u, q, arg = take_tile(z, n, v, v0, V, label, label_logit, (m, s, u, q, arg), partial, BV, False)
+            sums = (m, s, u, q, arg, wt, w)
+            e, m, s, u, q, arg, wt, w = take_tile(
+                z, n, v, v0, V, label, label_logit, omega, sums, partial, BV, False
+            )  # fmt: skip
             if exponentials is not None:  # noqa: SIM102 (decided at compile time, the place of the block is not)
                 if block * BN < K:
                     store_tile(
                         exponentials, block * BN + HALF * ROWS, v0, result, kept_exponentials(e, exponentials.dtype)
                     )
                     gl.store(kept_shift + tile * K + n, m, mask=n < K)
-        store_sums(partial, split, n, N, m, s, u, q, arg)
+        store_sums(partial, split, n, N, m, s, u, q, arg, wt, w)
     if exponentials is not None:
         tma.store_wait(0)
 
@@ -103,6 +108,7 @@ def statistics_kernel(
     exponentials,  # [K, tiles * BV] out, descriptor, blocks [BN / 2, BV / 2]; or None
     kept_shift,  # [tiles, K] out; or None
     transform,
+    omega,  # [V] fp32, or None
     ignore_index,
     N,
     K,
@@ -116,7 +122,7 @@ def statistics_kernel(
     STAGES: gl.constexpr,
 ):
     stages = operand_stages(hidden, weight, STAGES)
-    tokens = (labels, label_logit, transform, ignore_index)
+    tokens = (labels, label_logit, transform, omega, ignore_index)
     stretch = (N, V, splits)
     upper, lower = ((None, None, None, K), (None, None, None, K))
     if exponentials is not None:
@@ -169,7 +175,7 @@ def _gradient_product(
         label = label_columns(labels, n, N, V)
         z, count = product_tile(stages, count, ROWS, HALF, (H + BH - 1) // BH)
         z, slope = transform_tile(z, transform, n, v, N, V)
-        out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, v0, N, False)
+        out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, v0, N, V, False)
         store_tile(da, n0, tile * BV, result, out.to(da.dtype))
     tma.store_wait(0)
 

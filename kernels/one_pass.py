@@ -26,12 +26,12 @@ from rlhf_losses.kernels.gemm import (
     wide_product,
 )
 from rlhf_losses.kernels.host_read import HostRead
-from rlhf_losses.kernels.statistics import OUTPUTS, Coefficients, RowStatistics, TokenStats, of_rows
+from rlhf_losses.kernels.statistics import CallStats, Coefficients, RowStatistics, of_rows
 
 # Chunks are whole blocks of rows of every kernel, and slices of vectors start where kernels like them to.
 _ROW_BLOCK = 128
 
-Objective = Callable[[TokenStats, slice | Tensor], Tensor]
+Objective = Callable[[CallStats, slice | Tensor], Tensor]
 
 
 def _chunk_rows(call: Call, weight: Tensor, keeps_weight_gradient: bool) -> int:
@@ -66,17 +66,17 @@ def _in_front(some: Tensor, count: int) -> Tensor:
 def _value_and_upstream(
     objective: Objective, statistics: RowStatistics, rows: slice | Tensor, wanted: frozenset[str], unit: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss of some tokens, and its gradients by log_probs, entropy, logsumexp and sum_p_squared, over ``unit``."""
+    """The loss of some tokens, and its gradients by all of ``CallStats`` but argmax, over ``unit``."""
     with torch.enable_grad():
-        given = [getattr(statistics, name) if name in wanted else None for name in OUTPUTS]
+        given = [getattr(statistics, name) if name in wanted else None for name in CallStats._fields]
         leaves = [None if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in given]
-        value = objective(TokenStats(*leaves), rows)
-        asked = [leaf for leaf in leaves[:4] if leaf is not None]
+        value = objective(CallStats(*leaves), rows)
+        asked = [leaf for leaf in leaves[:-1] if leaf is not None]
         scaled = value if unit is None else value / unit
         found = torch.autograd.grad(scaled, asked, allow_unused=True) if value.requires_grad else [None] * len(asked)
     # Contiguous: the gradient of a sum is one number with stride 0, and kernels step by one element.
     upstream = (None if gradient is None else gradient.contiguous() for gradient in found)
-    return value.detach(), [None if leaf is None else next(upstream) for leaf in leaves[:4]]
+    return value.detach(), [None if leaf is None else next(upstream) for leaf in leaves[:-1]]
 
 
 class _Gradients:
@@ -132,19 +132,27 @@ def _chunk(
     rows = chunk if call.rows is None else call.rows[chunk]
     part, labels, transform = hidden[rows], call.labels[chunk], call.transform.for_rows(chunk).with_bias(bias)
     found, kept = back_end.linear_forward(
-        part, weight, labels, transform, call.wanted, call.ignore_index, call.workspace_bytes // 2, len(labels)
+        part,
+        weight,
+        labels,
+        transform,
+        call.wanted,
+        call.omega,
+        call.ignore_index,
+        call.workspace_bytes // 2,
+        len(labels),
     )
     value, upstream = _value_and_upstream(objective, found, rows, call.wanted, unit)
     some = with_gradient(labels, call.ignore_index, upstream)
     number = HostRead(some.sum())
-    statistics, coefficients = found, Coefficients.from_upstream(found, *upstream)
+    statistics, coefficients = found, Coefficients.from_upstream(found, *upstream, call.omega)
     count, source = int(number.wait()), None
     if count == 0:
         return value, found
     if count < len(labels):
         source = _in_front(some, count)
         part, labels, transform = part[source], labels[source], transform.for_rows(source)
-        statistics, coefficients = of_rows(statistics, source), of_rows(coefficients, source)
+        statistics, coefficients = of_rows(statistics, source), coefficients.for_rows(source)
         rows = source + chunk.start if call.rows is None else rows[source]
     da = back_end.kept_gradient(
         kept, source, labels, transform, statistics, coefficients, len(weight), hidden.dtype, call.workspace_bytes // 2
@@ -154,7 +162,7 @@ def _chunk(
 
 
 class OnePass(torch.autograd.Function):
-    """hidden [M, H], weight [V, H], bias [V] or None -> the loss, and the fields of ``TokenStats`` without gradient.
+    """hidden [M, H], weight [V, H], bias [V] or None -> the loss; ``RowStatistics`` [M], field by field, no gradient.
 
     ``objective(stats, rows)`` is the loss of the tokens ``rows`` of the M, whose statistics are given; differentiable
     torch. The loss is the sum over all tokens that ``call`` counts, in any cut. ``unit``, a number on the device, is as
@@ -174,9 +182,7 @@ class OnePass(torch.autograd.Function):
             gradients = _Gradients(hidden, weight, needs, len(chunks))
             parts = [_chunk(hidden, weight, bias, call, chunk, objective, ctx.unit, gradients) for chunk in chunks]
         loss = torch.stack([value for value, _ in parts]).sum()
-        joined = (
-            torch.cat([getattr(found, name) for _, found in parts]) if name in call.wanted else None for name in OUTPUTS
-        )
+        joined = (None if of[0] is None else torch.cat(of) for of in zip(*(found for _, found in parts), strict=True))
         fields = tuple(None if x is None else unpack(x, call.rows, len(hidden)) for x in joined)
         ctx.mark_non_differentiable(*(x for x in fields if x is not None))
         ctx.set_materialize_grads(False)
@@ -190,9 +196,9 @@ class OnePass(torch.autograd.Function):
     def backward(ctx, d_loss: Tensor | None, *unused: Tensor | None):
         if ctx.gradients is None:
             raise RuntimeError(
-                "linear_policy_loss: expected one backward, got a second; the gradients are computed with the loss, in "
-                "one pass, and the first backward has given them away. Compute the loss again, or take "
-                "linear_log_probs and policy_loss, whose graph can be kept"
+                "expected one backward, got a second; the gradients are computed with the loss, in one pass, and the "
+                "first backward has given them away. Compute the loss again, or take linear_log_probs (and "
+                "policy_loss), or linear_cross_entropy with reduction='none', whose graph can be kept"
             )
         gradients, ctx.gradients = ctx.gradients, None
         if d_loss is None:

@@ -10,12 +10,17 @@ With z the transformed logits of a token, m its maximum and s, u, q the sums ove
 s >= 1 and u <= 0, so entropy >= 0; both are clamped to their mathematical range, where rounding could leave it by an
 ulp. m and log s are kept apart: nothing is lost when logits sit at 1e4, where fp32 steps by 1e-3.
 
+Label smoothing wants, beside them, the log-probabilities weighted by a vector omega of the vocabulary,
+
+    weighted_log_probs = sum omega_v log p_v = sum omega_v (z_v - m) - log s sum omega_v
+
 Any loss L of these numbers reaches the logits as
 
-    dL/dz_v = p_v * (c_p + c_plogp * log p_v + c_pp * p_v) + c_y * 1[v = y]
+    dL/dz_v = p_v * (c_p + c_plogp * log p_v + c_pp * p_v) + c_y * 1[v = y] + c_1 * omega_v
 
-with c_y = g_logp, c_p = -g_logp + g_lse - g_ent * entropy - 2 * g_q * sum_p_squared, c_plogp = -g_ent, c_pp = 2 * g_q
-and g_* the upstream gradients of that token. Back ends see only the four vectors: a new loss changes no kernel.
+with c_y = g_logp, c_plogp = -g_ent, c_pp = 2 * g_q, c_1 = g_weighted,
+c_p = -g_logp + g_lse - g_ent * entropy - 2 * g_q * sum_p_squared - g_weighted * sum omega
+and g_* the upstream gradients of that token. Back ends see only these vectors: a new loss changes no kernel.
 """
 
 from typing import NamedTuple, TypeVar
@@ -43,6 +48,17 @@ class TokenStats(NamedTuple):
     argmax: Tensor | None = None
 
 
+class CallStats(NamedTuple):
+    """``TokenStats`` [M], and what of a call's statistics only the cross entropy asks for: sum omega_v log p_v."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    logsumexp: Tensor | None = None
+    sum_p_squared: Tensor | None = None
+    weighted_log_probs: Tensor | None = None
+    argmax: Tensor | None = None
+
+
 class RowStatistics(NamedTuple):
     """What a back end's forward returns for N rows: [N] each, None where not wanted.
 
@@ -56,6 +72,7 @@ class RowStatistics(NamedTuple):
     entropy: Tensor | None
     logsumexp: Tensor | None
     sum_p_squared: Tensor | None
+    weighted_log_probs: Tensor | None
     argmax: Tensor | None
 
 
@@ -98,12 +115,17 @@ def settle(statistics: RowStatistics, labels: Tensor, vocab: int, ignore_index: 
 
 
 class Coefficients(NamedTuple):
-    """[N] vectors of the formula at the head; None where no wanted gradient has that term."""
+    """[N] vectors of the formula at the head, and omega [V]; None where no wanted gradient has that term."""
 
     y: Tensor | None
     p: Tensor
     plogp: Tensor | None
     pp: Tensor | None
+    one: Tensor | None
+    omega: Tensor | None
+
+    def for_rows(self, rows: Tensor | slice) -> "Coefficients":
+        return of_rows(self._replace(omega=None), rows)._replace(omega=self.omega)
 
     @classmethod
     def from_upstream(
@@ -113,8 +135,10 @@ class Coefficients(NamedTuple):
         entropy: Tensor | None,
         logsumexp: Tensor | None,
         sum_p_squared: Tensor | None,
+        weighted_log_probs: Tensor | None,
+        omega: Tensor | None,
     ) -> "Coefficients":
-        """From the upstream gradients of the outputs, None for an output that nothing depends on."""
+        """From the upstream gradients of the outputs, None for an output that nothing depends on; omega [V]."""
         p = torch.zeros_like(statistics.norm)
         if log_probs is not None:
             p = p - log_probs
@@ -126,9 +150,14 @@ class Coefficients(NamedTuple):
         if sum_p_squared is not None:
             assert statistics.sum_p_squared is not None
             p = p - 2 * sum_p_squared * statistics.sum_p_squared
+        if weighted_log_probs is not None:
+            assert omega is not None
+            p = p - weighted_log_probs * omega.sum()
         return cls(
             y=log_probs,
             p=p,
             plogp=None if entropy is None else -entropy,
             pp=None if sum_p_squared is None else 2 * sum_p_squared,
+            one=weighted_log_probs,
+            omega=None if weighted_log_probs is None else omega,
         )

@@ -1,6 +1,7 @@
 """Gradients of hidden states, head and bias: products once more, da by stretches of the vocabulary, two GEMMs each.
 
-    log p = (z - m) - log s        dz = p (c_p + c_plogp log p + c_pp p) + c_y 1[v = y]        da = dz * dz/da
+    log p = (z - m) - log s        dz = p (c_p + c_plogp log p + c_pp p) + c_y 1[v = y] + c_1 omega_v
+    da = dz * dz/da
     d_hidden = da @ weight         d_weight = da^T @ hidden         d_bias = column sums of da
 
 A tile kernel recomputes z and writes da [N, C] for C columns at a time, as many as ``workspace_bytes`` holds; cuBLAS
@@ -65,7 +66,7 @@ def _product_gradient_kernel(
         m = tl.load(shift + n, mask=n < N, other=0.0)
         log_s = tl.load(log_sum + n, mask=n < N, other=0.0)
         label = label_columns(labels, n, N, V)
-        out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, v0, N, EXACT)
+        out = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v, v0, N, V, EXACT)
         if DESCRIPTORS:
             da.store([n0, tile * BV], out.to(da.dtype))
         else:
@@ -131,7 +132,7 @@ def linear_backward(
     known = 0 if kept is None else len(kept.values if source is None else source)
 
     def of(part: slice | Tensor) -> tuple[Tensor, LogitTransform, RowStatistics, Coefficients]:
-        return labels[part], transform.for_rows(part), of_rows(statistics, part), of_rows(coefficients, part)
+        return labels[part], transform.for_rows(part), of_rows(statistics, part), coefficients.for_rows(part)
 
     kept_part = of(slice(known))
     if known:

@@ -1,16 +1,17 @@
 """Statistics of every token's logits in one pass over the vocabulary; no logit reaches memory.
 
-For row n and z = f(hidden_n . weight_v), over tiles of the vocabulary, the running sums m, s, u, q of triton_tile.py in
-fp32, and z_y, the label's logit. From them, u and log s in base 2 until the end:
+For row n and z = f(hidden_n . weight_v), over tiles of the vocabulary, the running sums of triton_tile.py in fp32, and
+z_y, the label's logit. From them, u, wt and log s in base 2 until the end:
 
     log_prob = z_y - m - log s       entropy = log s - u / s       logsumexp = m + log s       sum_p_squared = q / s^2
+    weighted_log_probs = wt - w log s
 
 A program keeps one block of rows and walks one stretch of the vocabulary; a second kernel merges the stretches by the
 rule of the running sums. The stretches depend on V and the tile alone, and nothing is summed by atomics: bits repeat
 from run to run, and from batch to batch.
 
 FLOPs 2*N*H*V. Bytes from device memory: hidden once, weight once per ``row_group`` of row blocks; partial results
-12 to 20 bytes per row and stretch. Products are accumulated in fp32 from 16-bit (or fp32) operands.
+12 to 28 bytes per row and stretch. Products are accumulated in fp32 from 16-bit (or fp32) operands.
 Online sums: Milakov and Gimelshein 2018, arXiv:1805.02867; here with the entropy's sum beside them.
 """
 
@@ -23,17 +24,12 @@ from torch import Tensor
 
 from rlhf_losses.kernels.statistics import Kept, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
+from rlhf_losses.kernels.triton_math import LN2, LOG2E, NOTHING, exp2, finite_shift, log2
 from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context
 from rlhf_losses.kernels.triton_tile import (
-    LN2,
-    LOG2E,
-    NOTHING,
-    exp2,
-    finite_shift,
     grouped,
     kept_exponentials,
     label_columns,
-    log2,
     product_tile,
     store_sums,
     stretch_of,
@@ -50,6 +46,8 @@ class Sums(NamedTuple):
     u: Tensor | None
     q: Tensor | None
     arg: Tensor | None
+    wt: Tensor | None
+    w: Tensor | None
 
 
 @triton.jit(do_not_specialize=["N", "K", "ignore_index"])
@@ -62,6 +60,7 @@ def _statistics_kernel(
     values,  # [K, tiles * BV] out; or None
     kept_shift,  # [tiles, K] out; or None
     transform: Transform,
+    omega,  # [V] fp32, or None
     ignore_index,
     stride_n,
     stride_v,
@@ -89,6 +88,8 @@ def _statistics_kernel(
         u = tl.zeros([BN], tl.float32)
         q = tl.zeros([BN], tl.float32)
         arg = tl.zeros([BN], tl.int32)
+        wt = tl.zeros([BN], tl.float32)
+        w = 0.0
         # A block whose tokens are all ignored walks no tile.
         counts = tl.load(labels + n, mask=n < N, other=ignore_index) != ignore_index
         first, last = stretch_of(split, splits, tl.cdiv(V, BV))
@@ -99,7 +100,10 @@ def _statistics_kernel(
                 hidden, weight, stride_n, stride_v, n0, v0, N, V, H, BN, BV, BH, DESCRIPTORS, PRECISION
             )  # fmt: skip
             z, _ = transform_tile(a, transform, n, v, N, V)
-            e, m, s, u, q, arg = take_tile(z, n, v, v0, V, label, label_logit, (m, s, u, q, arg), partial, BV, EXACT)
+            sums = (m, s, u, q, arg, wt, w)
+            e, m, s, u, q, arg, wt, w = take_tile(
+                z, n, v, v0, V, label, label_logit, omega, sums, partial, BV, EXACT
+            )  # fmt: skip
             if values is not None:  # noqa: SIM102 (decided at compile time, the place of the block is not)
                 if n0 < K:
                     # Of fp32, whose products are true, those: as large as e, and exact.
@@ -112,7 +116,7 @@ def _statistics_kernel(
                         at = n.to(tl.int64)[:, None] * (tl.cdiv(V, BV) * BV) + v[None, :]
                         tl.store(values + at, kept, mask=(n < K)[:, None])
                     tl.store(kept_shift + tile * K + n, m, mask=n < K)
-        store_sums(partial, split, n, N, m, s, u, q, arg)
+        store_sums(partial, split, n, N, m, s, u, q, arg, wt, w)
 
 
 @triton.jit
@@ -121,7 +125,7 @@ def _settled(value, bad, ignored):
 
 
 @triton.jit
-def store_statistics(out, n, inside, V, label, ignore_index, m, s, u, q, arg, z_y):
+def store_statistics(out, n, inside, V, label, ignore_index, m, s, u, q, arg, wt, w, z_y):
     """The closed forms of statistics.py in their range, NaN kept; then as ``settle`` has it: 0 ignored, NaN bad."""
     ignored = label == ignore_index
     bad = (label < 0) | (label >= V)
@@ -140,6 +144,9 @@ def store_statistics(out, n, inside, V, label, ignore_index, m, s, u, q, arg, z_
     if out.sum_p_squared is not None:
         ratio = q / (s * s)
         tl.store(out.sum_p_squared + n, _settled(tl.where(ratio > 1.0, 1.0, ratio), bad, ignored), mask=inside)
+    if out.weighted_log_probs is not None:
+        weighted = (wt - w * log_sum) * LN2
+        tl.store(out.weighted_log_probs + n, _settled(weighted, bad, ignored), mask=inside)
     if out.argmax is not None:
         tl.store(out.argmax + n, tl.where(ignored, 0, tl.where(bad, -1, arg.to(tl.int64))), mask=inside)
 
@@ -170,6 +177,8 @@ def _merge_kernel(
     u = s
     q = s
     arg = s.to(tl.int32)
+    wt = s
+    w = s
     if partial.u is not None:
         u = tl.sum(decay * (tl.load(partial.u + at, mask=inside, other=0.0) + step * s_part), 0)
     if partial.q is not None:
@@ -178,9 +187,14 @@ def _merge_kernel(
         # The first stretch to reach the maximum holds the lowest index.
         here = inside & (m == m_all[None, :])
         arg = tl.min(tl.where(here, tl.load(partial.arg + at, mask=inside, other=0), V), 0)
+    if partial.wt is not None:
+        w_part = tl.load(partial.w + at, mask=inside, other=0.0)
+        grown = tl.where(w_part != 0.0, (m - finite_shift(m_all)[None, :]) * LOG2E * w_part, 0.0)
+        wt = tl.sum(tl.load(partial.wt + at, mask=inside, other=0.0) + grown, 0)
+        w = tl.sum(w_part, 0)
     label = tl.load(labels + n, mask=n < N, other=0)
     z_y = tl.load(label_logit + n, mask=n < N, other=0.0)
-    store_statistics(out, n, n < N, V, label, ignore_index, m_all, s, u, q, arg, z_y)
+    store_statistics(out, n, n < N, V, label, ignore_index, m_all, s, u, q, arg, wt, w, z_y)
 
 
 def empty_statistics(rows: int, wanted: frozenset[str], device: torch.device) -> RowStatistics:
@@ -201,12 +215,13 @@ def linear_forward(
     labels: Tensor,
     transform: LogitTransform,
     wanted: frozenset[str],
+    omega: Tensor | None,
     ignore_index: int,
     workspace_bytes: int,
     keep_rows: int,
 ) -> tuple[RowStatistics, Kept | None]:
     """hidden [N, H], weight [V, H] of one dtype, labels [N] -> statistics [N], and what is kept of the first rows."""
-    del workspace_bytes  # partial results take 12 to 20 bytes per row and stretch, whatever the workspace
+    del workspace_bytes  # partial results take 12 to 28 bytes per row and stretch, whatever the workspace
     rows, vocab, device = len(hidden), len(weight), hidden.device
     problem = Problem.of(hidden, weight, transform)
     width, tiles = problem.tile.columns, cdiv(vocab, problem.tile.columns)
@@ -221,6 +236,8 @@ def linear_forward(
         u=partial() if "entropy" in wanted else None,
         q=partial() if "sum_p_squared" in wanted else None,
         arg=partial(torch.int32) if "argmax" in wanted else None,
+        wt=None if omega is None else partial(),
+        w=None if omega is None else partial(),
     )
     label_logit = torch.empty(rows, device=device)
     out = empty_statistics(rows, wanted, device)
@@ -237,6 +254,7 @@ def linear_forward(
             sums,
             *keeping,
             problem.transform,
+            omega,
             ignore_index,
         )
         stretches = (rows, keep_rows, vocab, splits)

@@ -21,16 +21,14 @@ from torch import Tensor
 from rlhf_losses.kernels.backends import interpreting
 from rlhf_losses.kernels.statistics import Coefficients, Kept, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
+from rlhf_losses.kernels.triton_math import LN2, LOG2E, exp2, rough_log2
 from rlhf_losses.kernels.triton_problem import Transform, cdiv, launch_context, tile_of
 from rlhf_losses.kernels.triton_tile import (
     FP16_UNIT,
-    LN2,
-    LOG2E,
-    exp2,
     label_columns,
     product_gradient_tile,
-    rough_log2,
     slope_tile,
+    smoothing_term,
     transform_tile,
     without_label,
 )
@@ -84,7 +82,7 @@ def _kept_gradient_kernel(
     if EXACT:
         v0 = (first_tile + tl.program_id(0) % tiles) * BV
         z, slope = transform_tile(kept, transform, n, v0 + column, A, V)
-        da = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v0 + column, v0, A, True)
+        da = product_gradient_tile(z, slope, m, log_s, coefficients, label, n, v0 + column, v0, A, V, True)
     else:
         if values.dtype.element_ty == tl.float16:
             kept = kept * (1.0 / FP16_UNIT)
@@ -94,7 +92,8 @@ def _kept_gradient_kernel(
         # Of e = 0 comes 2^-126 instead, whose p is 0 all the same.
         log2_e = rough_log2(tl.maximum(kept, 1.1754944e-38))
         da = without_label(p, log2_e + gap[:, None], coefficients, n, A)
-        da = da * slope_tile(log2_e * LN2 + tile_m[:, None], transform, n, A)
+        slope = slope_tile(log2_e * LN2 + tile_m[:, None], transform, n, A)
+        da = da * slope
         # Counted from the tile's first column.
         label = label - (first_tile + tile) * BV
         if tl.max(((label >= 0) & (label < BV)).to(tl.int32), 0) > 0:
@@ -105,6 +104,10 @@ def _kept_gradient_kernel(
                 da_y = da_y + tl.load(coefficients.y + n, mask=inside, other=0.0)[:, None]
             da_y = da_y * slope_tile((log_p_y + (log_s * LN2 + m))[:, None], transform, n, A)
             da = tl.where(column[None, :] == label[:, None], da_y, da)
+        if coefficients.one is not None:
+            # Where e = 0 as well: there no slope comes from z, see ``Call.can_keep``.
+            v = (first_tile + tile)[:, None] * BV + column[None, :]
+            da = da + smoothing_term(coefficients, n, v, A, V) * slope
     to = n.to(tl.int64)[:, None] * (tiles * BV) + tile[:, None] * BV + column[None, :]
     tl.store(out + to, da.to(out.dtype.element_ty), mask=inside[:, None])
 

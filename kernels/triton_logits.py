@@ -35,6 +35,7 @@ def _statistics_kernel(
     labels,  # [N]
     out: RowStatistics,  # [N] each
     transform: Transform,
+    omega,  # [V] fp32, or None
     ignore_index,
     stride_n,
     N,
@@ -50,19 +51,20 @@ def _statistics_kernel(
     u = tl.zeros([1], tl.float32)
     q = tl.zeros([1], tl.float32)
     arg = tl.zeros([1], tl.int32)
+    wt = tl.zeros([1], tl.float32)
+    w = 0.0
+    U, Q, ARG = out.entropy is not None, out.sum_p_squared is not None, out.argmax is not None
     for v0 in range(0, V, BV):
         v = v0 + tl.arange(0, BV)
         a = tl.load(source + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
         z, _ = transform_tile(a, transform, ns, v, N, V)
         z = tl.where((v < V)[None, :], z, float("-inf"))
-        _, m, s, u, q, arg = absorb_tile(
-            z, v, m, s, u, q, arg, out.entropy is not None, out.sum_p_squared is not None, out.argmax is not None, EXACT
-        )
+        _, m, s, u, q, arg, wt, w = absorb_tile(z, v, V, omega, m, s, u, q, arg, wt, w, U, Q, ARG, EXACT)
     column = label_columns(labels, ns, N, V)
     a_y = tl.load(source + column, mask=column >= 0, other=0.0).to(tl.float32)
     z_y, _ = transform_tile(a_y[None, :], transform, ns, column, N, V)
     label = tl.load(labels + ns)
-    store_statistics(out, ns, ns < N, V, label, ignore_index, m, s, u, q, arg, tl.reshape(z_y, [1]))
+    store_statistics(out, ns, ns < N, V, label, ignore_index, m, s, u, q, arg, wt, w, tl.reshape(z_y, [1]))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -90,7 +92,7 @@ def _gradient_kernel(
     a = tl.load(logits + row * stride_n + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     z, slope = transform_tile(a, transform, ns, v, N, V)
     m, log_s, label = tl.load(shift + ns), tl.load(log_sum + ns), label_columns(labels, ns, N, V)
-    da = product_gradient_tile(z, slope, m, log_s, coefficients, label, ns, v, v0, N, EXACT)
+    da = product_gradient_tile(z, slope, m, log_s, coefficients, label, ns, v, v0, N, V, EXACT)
     tl.store(d_logits + row * stride_out + v[None, :], da.to(d_logits.dtype.element_ty), mask=(v < V)[None, :])
 
 
@@ -100,6 +102,7 @@ def logits_forward(
     labels: Tensor,
     transform: LogitTransform,
     wanted: frozenset[str],
+    omega: Tensor | None,
     ignore_index: int,
     workspace_bytes: int,
 ) -> RowStatistics:
@@ -114,6 +117,7 @@ def logits_forward(
             labels,
             out,
             Transform.of(transform),
+            omega,
             ignore_index,
             logits.stride(0),
             len(labels),

@@ -4,75 +4,23 @@ N tokens, V vocabulary, H hidden size; BN, BV, BH the tile's sides. Row offsets 
 With m the maximum of z so far, the running sums over the vocabulary are
 
     s = sum 2^t        u = sum t 2^t        q = sum 2^(2t)        t = (z - m) * log2(e)
+    wt = sum omega t        w = sum omega
 
 in base 2, which is what the hardware computes. When m grows to m', with r = (m - m') * log2(e), s becomes 2^r s, u
-becomes 2^r (u + r s) and q becomes 2^(2r) q. z - m is exact where it matters, so s >= 1 and u <= 0, and a token that is
-certain has log-probability 0.
+becomes 2^r (u + r s), q becomes 2^(2r) q and wt becomes wt + r w. z - m is exact where it matters, so s >= 1 and
+u <= 0, and a token that is certain has log-probability 0.
 
 Called from the Hopper kernels too, so nothing here makes a tensor out of nothing: Gluon would want its layout.
 (``product_tile`` does; it is the portable kernels' alone.)
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from rlhf_losses.kernels.backends import interpreting
+from rlhf_losses.kernels.triton_math import LN2, LOG2E, NOTHING, distance, exp2, finite_shift
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-# 2^-200 is 0 in fp32: below it a term adds nothing to the entropy, where a distance of -inf would add NaN.
-NOTHING = tl.constexpr(-200.0)
 # Exponentials lie in [0, 1]; kept in fp16 they are multiplied by 2^14, or those below 6e-8 would all be 0.
 FP16_UNIT = tl.constexpr(16384.0)
-_PTX = tl.constexpr(torch.version.hip is None and not interpreting())
-
-
-@triton.jit
-def exp2(x, EXACT: tl.constexpr):
-    """2^x for x <= 0: the hardware's, to 2 ulp, or with EXACT to 1, for operands that are fp32 themselves."""
-    if EXACT:
-        # 2^n * 2^f with n whole and |f| <= 1/2, the second by its Taylor series: the first term left out is 5e-9.
-        x = tl.where(x < NOTHING, NOTHING, x)
-        n = tl.floor(x + 0.5)
-        f = (x - n) * LN2
-        series = 1.0 + f * (1.0 / 7.0)
-        series = 1.0 + f * (1.0 / 6.0) * series
-        series = 1.0 + f * (1.0 / 5.0) * series
-        series = 1.0 + f * (1.0 / 4.0) * series
-        series = 1.0 + f * (1.0 / 3.0) * series
-        series = 1.0 + f * 0.5 * series
-        return (1.0 + f * series) * tl.exp2(n)
-    if _PTX:
-        # The portable form spends four more instructions on denormal results, which are 0 to us.
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return tl.exp2(x)
-
-
-@triton.jit
-def distance(z, m):
-    """z - m, both rounded before: fused with the product that z came from, it would keep digits that m has lost.
-
-    The maximum's own distance would then not be 0, and at logits of 1e18 be large enough for a 2^t of infinity.
-    """
-    if _PTX:
-        return tl.inline_asm_elementwise("sub.rn.f32 $0, $1, $2;", "=f,f,f", [z, m], tl.float32, is_pure=True, pack=1)
-    return z - m
-
-
-@triton.jit
-def rough_log2(x):
-    """log2(x) of a normal x > 0 to 2^-22, absolute: the hardware's, not the portable dozen of instructions."""
-    if _PTX:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return tl.log2(x)
-
-
-@triton.jit
-def log2(x):
-    """log2(x) for x >= 1, the hardware's with its error taken out by one Newton step."""
-    y = tl.log2(x)
-    return y + (x * exp2(-y, True) - 1.0) * LOG2E
 
 
 @triton.jit
@@ -194,10 +142,12 @@ def grouped(item, row_blocks, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def absorb_tile(z, v, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr, EXACT: tl.constexpr):
+def absorb_tile(
+    z, v, V, omega, m, s, u, q, arg, wt, w, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
     """2^t [BN, BV] of one more tile of logits z, columns v [BV] in rising order, and the running sums [BN] after it.
 
-    The 2^t are relative to the m returned: where a row has its maximum so far, 2^t is exactly 1.
+    The 2^t are relative to the m returned: where a row has its maximum so far, 2^t is exactly 1. w is a number.
     """
     tile_max = tl.max(z, 1)
     if ARG:
@@ -207,6 +157,14 @@ def absorb_tile(z, v, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl
     shift = finite_shift(m_new)
     t = distance(z, shift[:, None]) * LOG2E
     e = exp2(t, EXACT)
+    if omega is not None:
+        weights = tl.load(omega + v, mask=v < V, other=0.0)
+        # A column that weighs nothing, padding too, adds 0; 0 * -inf would be NaN.
+        wt = (
+            wt + tl.where(w != 0.0, (m - shift) * LOG2E * w, 0.0)
+            + tl.sum(tl.where((weights != 0.0)[None, :], weights[None, :] * t, 0.0), 1)
+        )  # fmt: skip
+        w += tl.sum(weights, 0)
     step = tl.maximum((m - shift) * LOG2E, NOTHING)
     decay = exp2(step, EXACT)
     if U:
@@ -214,11 +172,11 @@ def absorb_tile(z, v, m, s, u, q, arg, U: tl.constexpr, Q: tl.constexpr, ARG: tl
     if Q:
         q = decay * decay * q + tl.sum(e * e, 1)
     s = decay * s + tl.sum(e, 1)
-    return e, m_new, s, u, q, arg
+    return e, m_new, s, u, q, arg, wt, w
 
 
 @triton.jit
-def take_tile(z, n, v, v0, V, label, label_logit, sums, partial, BV: tl.constexpr, EXACT: tl.constexpr):
+def take_tile(z, n, v, v0, V, label, label_logit, omega, sums, partial, BV: tl.constexpr, EXACT: tl.constexpr):
     """``absorb_tile`` of the tile z [BN, BV] at column v0, its padding masked; stores the labels' logits it holds."""
     if v0 + BV > V:
         z = tl.where((v < V)[None, :], z, float("-inf"))
@@ -227,10 +185,9 @@ def take_tile(z, n, v, v0, V, label, label_logit, sums, partial, BV: tl.constexp
     if tl.max(here.to(tl.int32), 0) > 0:
         z_y = tl.sum(tl.where(v[None, :] == label[:, None], z, 0.0), 1)
         tl.store(label_logit + n, z_y, mask=here)
-    m, s, u, q, arg = sums
-    return absorb_tile(
-        z, v, m, s, u, q, arg, partial.u is not None, partial.q is not None, partial.arg is not None, EXACT
-    )
+    m, s, u, q, arg, wt, w = sums
+    U, Q, ARG = partial.u is not None, partial.q is not None, partial.arg is not None
+    return absorb_tile(z, v, V, omega, m, s, u, q, arg, wt, w, U, Q, ARG, EXACT)
 
 
 @triton.jit
@@ -242,7 +199,7 @@ def kept_exponentials(e, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_sums(partial, split, n, N, m, s, u, q, arg):
+def store_sums(partial, split, n, N, m, s, u, q, arg, wt, w):
     """The running sums [BN] of stretch ``split``, to their places [splits, N]."""
     at = split.to(tl.int64) * N + n
     tl.store(partial.m + at, m, mask=n < N)
@@ -253,12 +210,9 @@ def store_sums(partial, split, n, N, m, s, u, q, arg):
         tl.store(partial.q + at, q, mask=n < N)
     if partial.arg is not None:
         tl.store(partial.arg + at, arg, mask=n < N)
-
-
-@triton.jit
-def finite_shift(m):
-    """The maximum to subtract: 0 for a row of nothing but -inf, whose terms are then 0 and not NaN."""
-    return tl.where(m == float("-inf"), 0.0, m)
+    if partial.wt is not None:
+        tl.store(partial.wt + at, wt, mask=n < N)
+        tl.store(partial.w + at, tl.where(n < N, w, 0.0), mask=n < N)
 
 
 @triton.jit
@@ -274,10 +228,19 @@ def without_label(p, log2_p, coefficients, n, N):
 
 
 @triton.jit
-def product_gradient_tile(z, slope, shift, log_sum, coefficients, label, n, v, v0, N, EXACT: tl.constexpr):
+def smoothing_term(coefficients, n, v, N, V):
+    """c_1 omega [BN, BV] of columns v, [BV] or [BN, BV]; 0 in the padding."""
+    c_1 = tl.load(coefficients.one + n, mask=n < N, other=0.0)
+    return c_1[:, None] * tl.load(coefficients.omega + v, mask=v < V, other=0.0)
+
+
+@triton.jit
+def product_gradient_tile(z, slope, shift, log_sum, coefficients, label, n, v, v0, N, V, EXACT: tl.constexpr):
     """da [BN, BV] from transformed logits z and dz/da, both [BN, BV]; shift, log_sum, label, n [BN], v [BV]."""
     log2_p = distance(z, shift[:, None]) * LOG2E - log_sum[:, None]
     dz = without_label(exp2(log2_p, EXACT), log2_p, coefficients, n, N)
+    if coefficients.one is not None:
+        dz = dz + smoothing_term(coefficients, n, v[None, :], N, V)
     if coefficients.y is not None:  # noqa: SIM102 (decided at compile time, the vote is not)
         if tl.max(((label >= v0) & (label < v0 + dz.shape[1])).to(tl.int32), 0) > 0:
             c_y = tl.load(coefficients.y + n, mask=n < N, other=0.0)

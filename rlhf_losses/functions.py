@@ -11,10 +11,12 @@ from rlhf_losses.kernels import reference
 from rlhf_losses.kernels.autograd import Call, LinearStatistics, LogitsStatistics
 from rlhf_losses.kernels.backends import BackendChoice, choose_backend, free_bytes
 from rlhf_losses.kernels.gemm import accumulator_dtype, with_separate_rows
-from rlhf_losses.kernels.statistics import TokenStats
+from rlhf_losses.kernels.statistics import CallStats, TokenStats
 from rlhf_losses.kernels.transform import LogitTransform
 
 DEFAULT_WORKSPACE_BYTES = 512 * 2**20
+# The block of exponentials of 16384 tokens and a vocabulary of 151936, in 16 bits. Larger ones are no faster.
+ONE_PASS_WORKSPACE_BYTES = 4864 * 2**20
 
 
 def linear_log_probs(
@@ -116,18 +118,12 @@ def log_probs_from_logits(
 
     Everything else, errors included, is as for ``linear_log_probs``.
     """
-    validation.require_plain(logits=logits)
-    if logits.dim() < 1 or logits.shape[-1] == 0:
-        raise ValueError(f"logits: expected [..., V] with at least one entry, got {list(logits.shape)}")
-    if logits.dtype not in validation.DTYPES:
-        raise TypeError(f"logits: expected a floating dtype, got {logits.dtype}; fp16, bf16, fp32 and fp64 are served")
-    validation.require_tokens(labels, mask, logits.shape[:-1], logits, "logits")
-    call = _prepare(
-        labels=labels,
-        dtype=logits.dtype,
-        transform=LogitTransform(
-            scale=logit_scale, softcap=softcap, temperature=validation.per_token_temperature(temperature, labels)
-        ),
+    flat, call = logits_call(
+        logits,
+        labels,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
         mask=mask,
         ignore_index=ignore_index,
         outputs=outputs,
@@ -135,15 +131,7 @@ def log_probs_from_logits(
         workspace_bytes=workspace_bytes,
         validate=validate,
     )
-    flat = with_separate_rows(logits.reshape(-1, logits.shape[-1]))
-    if len(call.labels) == 0:
-        stats = _nothing(len(flat), flat[:0].sum())
-    elif call.backend == "reference":
-        picked = flat if call.rows is None else flat[call.rows]
-        packed = reference.logits_statistics(picked, call.labels, call.transform, ignore_index)
-        stats = _scattered(packed, call.rows, len(flat))
-    else:
-        stats = TokenStats(*LogitsStatistics.apply(flat, call, inplace_backward))
+    stats = logits_statistics(flat, call, inplace_backward)
     return _finish(stats, call, logits.shape[-1], labels.shape, validate)
 
 
@@ -184,16 +172,53 @@ def head_call(
     return hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias, call
 
 
-def head_statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> TokenStats:
+def head_statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> CallStats:
     """What ``head_call`` has prepared -> every statistic asked for, [N], and maybe others."""
     if len(call.labels) == 0:
         # Nothing to score, but a graph: every parameter gets its zeros.
         return _nothing(len(hidden), hidden[:0].sum() + weight[:0].sum() + (0 if bias is None else bias[:0].sum()))
     if call.backend == "reference":
         picked, transform = hidden if call.rows is None else hidden[call.rows], call.transform.with_bias(bias)
-        packed = reference.linear_statistics(picked, weight, call.labels, transform, call.ignore_index)
+        packed = reference.linear_statistics(picked, weight, call.labels, transform, call.ignore_index, call.omega)
         return _scattered(packed, call.rows, len(hidden))
-    return TokenStats(*LinearStatistics.apply(hidden, weight, bias, call))
+    return CallStats(*LinearStatistics.apply(hidden, weight, bias, call))
+
+
+def logits_call(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float | None,
+    **options: Any,
+) -> tuple[Tensor, Call]:
+    """Arguments of ``log_probs_from_logits``, checked: logits [N, V], and the call."""
+    validation.require_plain(logits=logits)
+    if logits.dim() < 1 or logits.shape[-1] == 0:
+        raise ValueError(f"logits: expected [..., V] with at least one entry, got {list(logits.shape)}")
+    if logits.dtype not in validation.DTYPES:
+        raise TypeError(f"logits: expected a floating dtype, got {logits.dtype}; fp16, bf16, fp32 and fp64 are served")
+    validation.require_tokens(labels, options["mask"], logits.shape[:-1], logits, "logits")
+    per_token = validation.per_token_temperature(temperature, labels)
+    call = _prepare(
+        labels=labels,
+        dtype=logits.dtype,
+        transform=LogitTransform(scale=logit_scale, softcap=softcap, temperature=per_token),
+        **options,
+    )
+    return with_separate_rows(logits.reshape(-1, logits.shape[-1])), call
+
+
+def logits_statistics(flat: Tensor, call: Call, inplace_backward: bool) -> CallStats:
+    """What ``logits_call`` has prepared -> every statistic asked for, [N], and maybe others."""
+    if len(call.labels) == 0:
+        return _nothing(len(flat), flat[:0].sum())
+    if call.backend == "reference":
+        picked = flat if call.rows is None else flat[call.rows]
+        packed = reference.logits_statistics(picked, call.labels, call.transform, call.ignore_index, call.omega)
+        return _scattered(packed, call.rows, len(flat))
+    return CallStats(*LogitsStatistics.apply(flat, call, inplace_backward))
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -257,21 +282,21 @@ def _prepare(
     return Call(labels, rows, transform, wanted, ignore_index, choice.name, workspace_bytes, cache_bytes)
 
 
-def _nothing(count: int, link: Tensor) -> TokenStats:
+def _nothing(count: int, link: Tensor) -> CallStats:
     """Zeros for all tokens, hanging on the graph of ``link``, a scalar 0."""
     zeros = link.to(accumulator_dtype(link.dtype)).expand(count)
     argmax = torch.zeros(count, dtype=torch.int64, device=link.device)
-    return TokenStats(zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone(), argmax)
+    return CallStats(*(zeros.clone() for _ in CallStats._fields[:-1]), argmax)
 
 
-def _scattered(stats: TokenStats, rows: Tensor | None, count: int) -> TokenStats:
+def _scattered(stats: CallStats, rows: Tensor | None, count: int) -> CallStats:
     """Statistics of packed rows, spread to all tokens."""
     if rows is None:
         return stats
-    return TokenStats(*(None if x is None else x.new_zeros(count).index_copy(0, rows, x) for x in stats))
+    return CallStats(*(None if x is None else x.new_zeros(count).index_copy(0, rows, x) for x in stats))
 
 
-def _finish(stats: TokenStats, call: Call, vocab: int, shape: torch.Size, validate: str) -> TokenStats:
+def _finish(stats: CallStats, call: Call, vocab: int, shape: torch.Size, validate: str) -> TokenStats:
     """Only what was asked for, in the labels' shape. The labels' check comes last: its launches delay no kernel."""
     validation.check_labels(call.labels, call.rows, vocab, call.ignore_index, validate)
     return TokenStats(

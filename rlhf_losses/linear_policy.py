@@ -6,14 +6,11 @@ import torch
 from torch import Tensor
 
 from rlhf_losses import validation
-from rlhf_losses.functions import head_call, head_statistics
+from rlhf_losses.functions import ONE_PASS_WORKSPACE_BYTES, head_call, head_statistics
 from rlhf_losses.kernels.one_pass import OnePass
-from rlhf_losses.kernels.statistics import TokenStats
+from rlhf_losses.kernels.statistics import CallStats
 from rlhf_losses.policy import LossOutput, PolicyLossConfig, loss_of_rows, require_kinds
 from rlhf_losses.policy_batch import FlatBatch, PolicyBatch
-
-# The block of exponentials of 16384 tokens and a vocabulary of 151936, in 16 bits. Larger ones are no faster.
-ONE_PASS_WORKSPACE_BYTES = 4864 * 2**20
 
 
 def linear_policy_loss(
@@ -97,13 +94,13 @@ def linear_policy_loss(
         if workspace_bytes is None and call.backend == "triton":
             call = replace(call, workspace_bytes=ONE_PASS_WORKSPACE_BYTES)
 
-        def objective(stats: TokenStats, rows: slice | Tensor) -> Tensor:
+        def objective(stats: CallStats, rows: slice | Tensor) -> Tensor:
             return loss_of_rows(stats, flat.rows(rows), config).loss
 
         largest = flat.token_weights.amax()
         unit = torch.where(largest > 0, largest, 1.0)
         loss, *fields = OnePass.apply(hidden, head, head_bias, call, objective, unit)
-        stats = TokenStats(*fields)
+        stats = CallStats(*fields[2:])
         with torch.no_grad():
             metrics = loss_of_rows(stats, flat, config).metrics
     # Last, so that its launches delay no kernel.

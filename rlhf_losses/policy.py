@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_losses.aggregation import AGGREGATIONS
-from rlhf_losses.kernels.statistics import TokenStats
+from rlhf_losses.kernels.statistics import CallStats, TokenStats
 from rlhf_losses.policy_batch import ROLLOUT_CORRECTIONS, FlatBatch, PolicyBatch, flat_values, kept_values, needed
 from rlhf_losses.policy_losses import LOG_RATIO_BOUND, POLICY_LOSSES, Metrics, Tokens
 
@@ -164,7 +164,7 @@ def policy_loss(token_stats: TokenStats, batch: PolicyBatch, config: PolicyLossC
     return loss_of_rows(TokenStats(log_probs=l, entropy=entropy), flat, config)
 
 
-def loss_of_rows(stats: TokenStats, batch: FlatBatch, config: PolicyLossConfig) -> LossOutput:
+def loss_of_rows(stats: TokenStats | CallStats, batch: FlatBatch, config: PolicyLossConfig) -> LossOutput:
     """``policy_loss`` of vectors [N]. Over the parts of a batch the losses add up, unless its loss mixes tokens."""
     mask, weights = batch.mask, batch.token_weights
     assert stats.log_probs is not None

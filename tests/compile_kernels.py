@@ -68,6 +68,7 @@ def resources(binary: bytes) -> dict[str, int]:
     return {"registers": int(fields["REG"]), "stack": int(fields["STACK"])}
 
 
+SMOOTHED = ("log_probs", "entropy", "logsumexp", "weighted_log_probs", "argmax")
 # outputs, dtype, H (17 has rows no descriptor can step over), whether every logit feature is on, bytes to keep
 VARIANTS = [
     (("log_probs", "entropy"), torch.bfloat16, 128, False, 0),
@@ -79,6 +80,10 @@ VARIANTS = [
     (OUTPUTS, torch.float16, 17, True, 2**20),
     (OUTPUTS, torch.float32, 128, True, 2**20),
     (("log_probs",), torch.float32, 17, False, 0),
+    (SMOOTHED, torch.bfloat16, 128, False, 0),
+    (SMOOTHED, torch.bfloat16, 128, False, 2**20),
+    (SMOOTHED, torch.bfloat16, 17, True, 0),
+    (SMOOTHED, torch.float32, 128, True, 2**20),
 ]
 
 
@@ -93,7 +98,15 @@ def run_variant(outputs: tuple[str, ...], dtype: torch.dtype, depth: int, featur
     labels = torch.zeros(rows, dtype=torch.int32)
     transform = LogitTransform(**parts)
     call = Call(
-        labels, None, transform, frozenset(outputs), -100, "triton", workspace_bytes=2**20, cache_bytes=cache_bytes
+        labels,
+        None,
+        transform,
+        frozenset(outputs),
+        -100,
+        "triton",
+        workspace_bytes=2**20,
+        cache_bytes=cache_bytes,
+        omega=torch.rand(vocab) if "weighted_log_probs" in outputs else None,
     )
     for results in (LinearStatistics.apply(hidden, weight, bias, call), LogitsStatistics.apply(logits, call, False)):
         sum(r.sum() for r in results if r is not None and r.is_floating_point()).backward()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_losses import linear_log_probs
+from rlhf_losses import LinearCrossEntropyLoss, linear_cross_entropy
 from rlhf_losses.integrations.fused_head import (
     CHECKED_TOKENS,
     FusedHead,
@@ -37,10 +37,12 @@ from rlhf_losses.integrations.unwritten_logits import UnwrittenLogits
 def fuse_head(
     model: nn.Module,
     *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    in_eval: bool = True,
     backend: str = "auto",
     workspace_bytes: int | None = None,
     validate: str = "async",
-    in_eval: bool = True,
 ) -> None:
     """Let ``model``, any transformers model with a causal language model's head, train without logits.
 
@@ -51,16 +53,17 @@ def fuse_head(
     Args:
         model: a ``PreTrainedModel``, or a PEFT model of one. Adapters may be put on later; FSDP, DDP, DeepSpeed and
             accelerate's hooks must be.
-        backend, workspace_bytes, validate: as for ``linear_log_probs``.
+        label_smoothing, z_loss: as for ``linear_cross_entropy``; both are divided as the model divides its loss.
         in_eval: whether a model in eval mode that gets labels goes without logits, too; False for an evaluation that
             looks at them (``compute_metrics`` of ``Trainer``).
+        backend, workspace_bytes, validate: as for ``linear_cross_entropy``.
 
     Raises:
         ValueError for a head that is no nn.Linear, for a forward that somebody else has replaced, and, at the first
         loss, with the numbers, for a model whose own logits differ from the fused ones or can't be followed.
     """
     options = HeadOptions(backend=backend, workspace_bytes=workspace_bytes, validate=validate)
-    attach(_without_adapters(model), _TrainedHead(options, in_eval))
+    attach(_without_adapters(model), _TrainedHead(options, label_smoothing, z_loss, in_eval))
 
 
 def unfuse_head(model: nn.Module) -> None:
@@ -84,8 +87,10 @@ class _TrainedHead(FusedHead):
 
     explains = "its forward"
 
-    def __init__(self, options: HeadOptions, in_eval: bool):
+    def __init__(self, options: HeadOptions, label_smoothing: float, z_loss: float, in_eval: bool):
         super().__init__(options, {})
+        LinearCrossEntropyLoss(label_smoothing=label_smoothing, z_loss=z_loss)  # checks them
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.in_eval = in_eval
         self.places: list[tuple[nn.Module, str]] = []
 
@@ -131,26 +136,23 @@ class _TrainedHead(FusedHead):
                 del vars(module)[name]
 
     def loss(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: "_Loss") -> dict[str, Tensor]:
-        stats = linear_log_probs(
+        loss = linear_cross_entropy(
             hidden_states,
             weight,
             request.target,
             bias=bias,
-            outputs=("log_probs",),
+            reduction=request.reduction,
+            label_smoothing=request.label_smoothing,
+            class_weight=request.class_weight,
+            z_loss=self.z_loss,
+            outputs=(),
             ignore_index=request.ignore_index,
             backend=self.options.backend,
             workspace_bytes=self.options.workspace_bytes,
             validate=self.options.validate,
             **self.transform,
-        )
-        assert stats.log_probs is not None
-        losses = -stats.log_probs
-        if request.reduction == "none":
-            return {"loss": losses}
-        total = losses.sum()
-        if request.reduction == "sum":
-            return {"loss": total}
-        return {"loss": total / (request.target != request.ignore_index).sum()}
+        ).loss
+        return {"loss": loss}
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,10 @@ class _Loss:
     """Arguments of torch's cross_entropy."""
 
     target: Tensor
+    class_weight: Tensor | None
     ignore_index: int
     reduction: str
+    label_smoothing: float
 
 
 class _StandIn:
@@ -199,6 +203,7 @@ class _StandIn:
                 f"{type(self.model).__name__}: expected the logit transform {fused.transform or 'none'} that was "
                 f"checked, got {transform or 'none'}; after a change of the config, unfuse_head and fuse_head"
             )
+        settings["label_smoothing"] = settings["label_smoothing"] or fused.label_smoothing
         request = _Loss(target.to(hidden_states.device), **settings)
         return self.head(hidden_states, request=request, score=fused.loss)["loss"]
 

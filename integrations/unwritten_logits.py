@@ -159,7 +159,6 @@ class UnwrittenLogits:
             raise Unfollowed("cross_entropy() is called with size_average or reduce, which torch has deprecated")
         if target.is_floating_point():
             raise Unfollowed("cross_entropy() is called with probabilities as its target")
-        if weight is not None or label_smoothing:
-            raise Unfollowed("cross_entropy() is called with weight or label_smoothing")
         settings = {"ignore_index": ignore_index, "reduction": reduction}
+        settings |= {"class_weight": weight, "label_smoothing": label_smoothing}
         return self._loss(self._hidden, target, self.transform(), self.sample, settings)

@@ -312,9 +312,17 @@ class FusedHead:
         return head
 
     @torch.no_grad()
-    def compare(self, model: nn.Module, head: nn.Module, hidden_states: Tensor, logits: Tensor) -> None:
+    def compare(
+        self,
+        model: nn.Module,
+        head: nn.Module,
+        hidden_states: Tensor,
+        logits: Tensor,
+        product: torch.dtype | None = None,
+    ) -> None:
         """Hold the scores of some hidden states [..., H] against the logits [..., V] that the model makes of them.
 
+        ``product`` is the type in which they came out of the head, where that is known: many are widened after it.
         Raises ValueError with the numbers where they differ.
         """
         labels = logits.argmax(-1)
@@ -323,8 +331,11 @@ class FusedHead:
             scores = head(hidden_states, request=HeadRequest(labels, outputs=names), score=self.score)
         wanted = log_probs_from_logits(logits, labels, outputs=names, backend="reference", validate="off")
         errors = {name: (scores[name] - getattr(wanted, name)).abs().max().item() for name in names}
-        # The model rounds its logits to their type, up to four times (product, scale, cap); a GPU may take TF32.
-        eps = max(torch.finfo(logits.dtype).eps, 2.0**-11)
+        # The model rounds its logits to a type, up to four times (product, scale, cap); a GPU may take TF32.
+        types = {logits.dtype, hidden_states.dtype, product or logits.dtype}
+        if torch.is_autocast_enabled(logits.device.type):
+            types.add(torch.get_autocast_dtype(logits.device.type))
+        eps = max(2.0**-11, *(torch.finfo(dtype).eps for dtype in types))
         bound = 4 * eps * max(1.0, logits.abs().max().item())
         if not all(math.isfinite(error) and error <= bound for error in errors.values()):
             raise ValueError(

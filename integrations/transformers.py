@@ -183,6 +183,7 @@ class _StandIn:
             self.checked_rows = hidden_states.detach().flatten(0, -2)[:CHECKED_TOKENS]
             with torch.no_grad(), without_dropout(self.head):
                 sample = self.head(self.checked_rows)
+                self.product = sample.dtype
         return UnwrittenLogits(hidden_states, _layer(self.head).out_features, self._loss, sample)
 
     def _loss(
@@ -197,7 +198,7 @@ class _StandIn:
         fused = self.fused
         if sample is not None:
             fused.transform = transform
-            fused.compare(self.model, self.head, self.checked_rows, sample)
+            fused.compare(self.model, self.head, self.checked_rows, sample, self.product)
         elif transform != fused.transform and fused.checked:
             raise ValueError(
                 f"{type(self.model).__name__}: expected the logit transform {fused.transform or 'none'} that was "

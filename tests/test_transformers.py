@@ -228,6 +228,21 @@ def test_check_draws_no_random_numbers(batch):
     assert model.lm_head.training
 
 
+@pytest.mark.parametrize("way", ["weights", "autocast"])
+def test_check_knows_what_16_bits_round(batch, way):
+    config = transformers.Gemma2Config(**TINY, final_logit_softcapping=2.0)
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = transformers.Gemma2ForCausalLM(config)
+        nn.init.normal_(model.lm_head.weight, std=0.2)
+        model.to(torch.bfloat16 if way == "weights" else torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            want = model(**batch).loss
+            fuse_head(model)
+            # Half a percent is what logits of 16 bits miss, of which the fused loss has none.
+            assert model(**batch).loss.item() == pytest.approx(want.item(), rel=2**-8)
+
+
 # Adapters
 
 

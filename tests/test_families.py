@@ -232,6 +232,8 @@ def config_of(name, options):
 @pytest.mark.parametrize("family", TEXT)
 def test_text(family):
     name, options, transform = TEXT[family]
+    if family == "DeepSeek-V3" and transformers.__version__ < "5":
+        pytest.skip("its experts take no fp64 before transformers 5")
     config = config_of(name, TINY | options)
     config._attn_implementation = config._experts_implementation = "eager"  # the others take no fp64
     model = transformers.AutoModelForCausalLM.from_config(config)

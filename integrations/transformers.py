@@ -14,7 +14,6 @@ own: the shift of the labels, ``num_items_in_batch``, auxiliary losses of expert
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,7 +94,7 @@ class _TrainedHead(FusedHead):
         self.places: list[tuple[nn.Module, str]] = []
 
     def forward(self, model: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if not (model.training or self.in_eval) or not self._has_labels(original, args, kwargs):
+        if not (model.training or self.in_eval) or not self._has_labels(args, kwargs):
             return original(*args, **kwargs)
         head = self.head_of(model)
         stand_in = _StandIn(self, model, head)
@@ -116,7 +115,7 @@ class _TrainedHead(FusedHead):
             )
         return _without_logits(output)
 
-    def _has_labels(self, original: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _has_labels(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         if args:
             names = list(self.wrapper.__signature__.parameters)[1:]
             kwargs = kwargs | dict(zip(names, args, strict=False))
@@ -155,15 +154,17 @@ class _TrainedHead(FusedHead):
         return {"loss": loss}
 
 
-@dataclass(frozen=True)
 class _Loss:
-    """Arguments of torch's cross_entropy."""
+    """Arguments of torch's cross_entropy. A plain class, of which FSDP casts nothing, as ``HeadRequest``."""
 
-    target: Tensor
-    class_weight: Tensor | None
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
+    def __init__(
+        self, target: Tensor, class_weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
+    ):
+        self.target = target
+        self.class_weight = class_weight
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
 
 
 class _StandIn:

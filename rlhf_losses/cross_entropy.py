@@ -326,7 +326,8 @@ class _Terms:
         loss = -stats.log_probs
         if self.label_weight is not None:
             loss = loss * self.label_weight[rows]
-        if stats.weighted_log_probs is not None and self.settings.label_smoothing > 0:
+        if self.settings.label_smoothing > 0:
+            assert stats.weighted_log_probs is not None
             loss = (1.0 - self.settings.label_smoothing) * loss - stats.weighted_log_probs
         loss = self._reduced(loss, self.total)
         return loss if self.settings.z_loss == 0 else loss + self._z_loss(stats)
@@ -349,10 +350,15 @@ class _Terms:
             right = ((stats.argmax == self.labels.reshape(-1)) & self.counts).to(stats.log_probs.dtype)
             # -1 is the argmax of a token whose label no column has.
             accuracy = self._reduced(right.masked_fill(stats.argmax < 0, float("nan")), self.count)
-        found = (loss, z_loss, entropy, accuracy)
-        if self.settings.reduction == "none":
-            found = tuple(None if x is None else x.reshape(self.labels.shape) for x in found)
-        return CrossEntropyOutput(*found)
+        return CrossEntropyOutput(
+            self._shaped(loss),
+            self._shaped(z_loss),
+            None if entropy is None else self._shaped(entropy),
+            None if accuracy is None else self._shaped(accuracy),
+        )
+
+    def _shaped(self, values: Tensor) -> Tensor:
+        return values.reshape(self.labels.shape) if self.settings.reduction == "none" else values
 
     def _z_loss(self, stats: CallStats) -> Tensor:
         assert stats.logsumexp is not None

@@ -182,16 +182,17 @@ def test_any_is_right(backend, case):
     assert_right(inputs, backend, dtype, vectors, **options)
 
 
-# Every pair of values of the settings meets at least once.
+# Every pair of values of the first six meets at least once. Half of the target is smoothed: of a tenth, spread over 300
+# entries, 16 bits would hardly see that it is gone.
 ROWS = [
     ("none", 0.0, False, 0.0, None, 0.4, ("loss",)),
-    ("none", 0.1, True, 0.1, 3.0, 0.0, ("loss", "z_loss", "entropy")),
+    ("none", 0.5, True, 0.1, 3.0, 0.0, ("loss", "z_loss", "entropy")),
     ("mean", 0.0, True, 0.0, 3.0, 0.4, ("entropy",)),
-    ("mean", 0.1, False, 0.1, None, 0.0, ("loss",)),
-    ("mean", 0.1, True, 0.0, None, 0.4, ("loss", "entropy")),
+    ("mean", 0.5, False, 0.1, None, 0.0, ("loss",)),
+    ("mean", 0.5, True, 0.0, None, 0.4, ("loss", "entropy")),
     ("mean", 0.0, False, 0.1, 3.0, 0.4, ("z_loss",)),
     ("sum", 0.0, True, 0.1, None, 0.4, ("loss", "entropy")),
-    ("sum", 0.1, False, 0.0, 3.0, 0.4, ("loss",)),
+    ("sum", 0.5, False, 0.0, 3.0, 0.4, ("loss",)),
     ("sum", 0.0, False, 0.0, 3.0, 0.0, ("loss", "entropy")),
 ]
 
@@ -211,7 +212,7 @@ def test_grid(reduction, smoothing, weighted, z_loss, softcap, share, carriers, 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_logits(weighted, fused):
-    inputs = with_ignored(random_inputs((4, 15), 300, 16, DEVICE), 0.3).with_options(softcap=3.0)
+    inputs = with_ignored(random_inputs((3, 7), 300, 16, DEVICE), 0.3).with_options(softcap=3.0)
     for reduction in REDUCTIONS:
         options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3, "weighted": weighted}
         got, want = (
@@ -434,7 +435,7 @@ def test_strides(reduction, fused):
         loss = out.loss.sum() if reduction == "mean" else (out.loss.T * torch.arange(6, device=DEVICE)).sum()
         results.append((*out, *torch.autograd.grad(loss + out.entropy.sum(), (hidden, weight))))
     for x, y in zip(*results, strict=True):
-        assert torch.equal(x, y)
+        torch.testing.assert_close(x, y)
 
 
 def test_frozen_parts_get_no_buffer_and_logits_are_not_held(fused):
@@ -549,4 +550,4 @@ def test_inplace_backward_writes_over_the_logits(fused):
     given = held * 1.0
     cross_entropy(given, inputs.labels, backend=fused, inplace_backward=True).loss.backward()
     torch.testing.assert_close(held.grad, want)
-    assert held.grad.data_ptr() == given.data_ptr() or torch.equal(given.detach(), held.grad)
+    assert torch.equal(given.detach(), held.grad)

@@ -10,9 +10,11 @@ a few tokens before the first scores are given out.
 """
 
 import functools
+import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -36,7 +38,7 @@ _TRANSFORMS: dict[str, Callable[[float], dict[str, float]]] = {
 }
 _SUSPICIOUS = re.compile(r"logit|lm_head|output_mult|unembed")
 _NOT_THE_HEAD = re.compile(r"^(attn|attention|router|image|moe)_|keep|aux|router")
-_CHECKED_TOKENS = 8
+CHECKED_TOKENS = 8
 # What this process has been told of its fused heads: an actor and a reference policy say it once.
 _said: set[str] = set()
 
@@ -117,7 +119,7 @@ def logit_transform(config: Any) -> dict[str, float]:
     return {name: value for name, value in found.items() if (name, value) != ("logit_scale", 1.0)}
 
 
-def fused_head_of(model: nn.Module) -> "_FusedHead | None":
+def fused_head_of(model: nn.Module) -> "FusedHead | None":
     return vars(model).get("_fused_head")
 
 
@@ -134,31 +136,52 @@ def fuse_head(
     Raises ValueError where the head, the body or the logit transform is not understood, or somebody else has replaced
     this model's forward with a fused one.
     """
-    name = type(model).__name__
-    head = model.get_output_embeddings()
+    fused = _RequestedHead(options or HeadOptions(), logit_transform(model.config), translate)
+    head = fused.head_of(model)
     body = getattr(model, model.base_model_prefix, None)
-    _refuse_second_owner(model, head)
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        kind = type(head)
-        raise ValueError(
-            f"{name}: expected a head that is an nn.Linear, got {kind.__module__}.{kind.__qualname__}; fuse the head "
-            "before adapters are put around it"
-        )
     if not isinstance(body, nn.Module) or any(module is head for module in body.modules()):
         raise ValueError(
-            f"{name}: expected a body under {model.base_model_prefix!r} that ends in hidden states, got "
-            f"{type(body).__name__}"
+            f"{type(model).__name__}: expected a body under {model.base_model_prefix!r} that ends in hidden states, "
+            f"got {type(body).__name__}"
         )
-    model._fused_head = _FusedHead(options or HeadOptions(), logit_transform(model.config), translate)
-    # A copy of the head (PEFT's modules_to_save) copies this method, bound to the copy.
-    head.forward = MethodType(_head_forward, head)
+    attach(model, fused)
+
+
+def attach(model: nn.Module, fused: "FusedHead") -> None:
+    """Give the model's calls to ``fused``; ValueError where the head or the forward is not what can be replaced."""
+    _refuse_second_owner(model, fused.head_of(model))
+    model._fused_head = fused
     original = type(model).forward
 
-    @functools.wraps(original)  # generate() looks at the signature
+    @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        return self._fused_head.forward(self, functools.partial(original, self), args, kwargs)
+        fused = fused_head_of(self)
+        if fused is None:  # taken off below somebody's wrapper
+            return original(self, *args, **kwargs)
+        return fused.forward(self, functools.partial(original, self), args, kwargs)
 
+    # generate() and trainers look at the signature; by __wrapped__ accelerate would dig the original out again.
+    forward.__signature__ = inspect.signature(original)
+    del forward.__wrapped__
+    fused.wrapper = forward
     model.forward = MethodType(forward, model)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo ``attach``: the forwards of the model and of all that stands for its head are their classes' again."""
+    fused = vars(model).pop("_fused_head")
+    # Where somebody (accelerate's mixed precision) has wrapped it, ours stays below and hands on.
+    if _own_forward(model) is fused.wrapper:
+        del model.forward
+    for module in model.get_output_embeddings().modules():
+        if _own_forward(module) in _HEAD_FORWARDS:
+            del module.forward
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The function that the instance has as its forward, or what else it has; None for its class's forward."""
+    forward = vars(module).get("forward")
+    return getattr(forward, "__func__", forward)
 
 
 def _refuse_second_owner(model: nn.Module, head: nn.Module) -> None:
@@ -173,12 +196,39 @@ def _refuse_second_owner(model: nn.Module, head: nn.Module) -> None:
             f"{name}: expected one owner of its head, but its forward is {forward.__module__}.{forward.__name__}; "
             "switch the other fused linear cross entropy off (use_liger's, or a second impl_backend)"
         )
-    for what, module in (("it", model), ("its head", head)):
-        if "forward" in vars(module):
+    for what, module in (("it", model), *(("its head", layer) for layer in head.modules())):
+        if _own_forward(module) not in (None, *_HEAD_FORWARDS):
             raise ValueError(
                 f"{name}: expected the forward of its class, but {what} has one of its own, which would be lost "
                 f"({vars(module)['forward']!r}; accelerate's hooks and some patches put it there); fuse the head first"
             )
+
+
+def head_layer(head: nn.Module) -> nn.Module:
+    """The head without FSDP1's wrapper."""
+    while isinstance(inner := head._modules.get("_fsdp_wrapped_module"), nn.Module):
+        head = inner
+    return head
+
+
+def _answering(head: nn.Module) -> bool:
+    """Let all that may stand for the head answer a request: the layer, PEFT's LoRA around it, its saved copies.
+
+    False where it is nothing of these.
+    """
+    head = head_layer(head)
+    if hasattr(head, "lora_A"):
+        if "forward" not in vars(head):
+            head.forward = MethodType(_lora_head_forward, head)
+        return isinstance(head.get_base_layer(), nn.Linear)
+    copies = getattr(head, "modules_to_save", None)
+    if copies is not None:
+        return all(_answering(layer) for layer in (head.original_module, *copies.values()))
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return False
+    if "forward" not in vars(head):
+        head.forward = MethodType(_head_forward, head)
+    return True
 
 
 def _head_forward(self: nn.Linear, hidden_states: Tensor, request: HeadRequest | None = None, score: Any = None):
@@ -214,34 +264,119 @@ def _lora_head_forward(self: nn.Module, hidden_states: Tensor, *args, request=No
     return score(torch.cat(hidden, -1), torch.cat(weight, 1), base.bias, request)
 
 
-class _FusedHead:
-    """What a fused model knows of its head, and its forward."""
+_HEAD_FORWARDS = (_head_forward, _lora_head_forward)
 
-    def __init__(self, options: HeadOptions, transform: dict[str, float], translate: Callable | None):
+
+class FusedHead:
+    """What a fused model knows of its head; a subclass says what its forward does."""
+
+    explains = "its config"
+    wrapper: Callable | None = None
+
+    def __init__(self, options: HeadOptions, transform: dict[str, float]):
         self.options = options
         self.transform = transform
-        self.translate = translate
         self.checked = False
 
+    def forward(self, model: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
     def score(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest) -> dict[str, Any]:
-        """The fields of ``ScoredTokens``: a dict of tensors, which FSDP's hooks see through."""
-        scores: dict[str, Any] = {}
-        if request.outputs:
-            stats = linear_log_probs(
-                hidden_states,
-                weight,
-                request.labels,
-                bias=bias,
-                temperature=request.temperature,
-                mask=request.mask,
-                outputs=request.outputs,
-                backend=self.options.backend,
-                workspace_bytes=self.options.workspace_bytes,
-                validate=self.options.validate,
-                cache_bytes=self.options.cache_bytes,
-                **self.transform,
+        """The fields of ``ScoredTokens`` that need no logits: a dict of tensors, which FSDP's hooks see through."""
+        if not request.outputs:
+            return {}
+        stats = linear_log_probs(
+            hidden_states,
+            weight,
+            request.labels,
+            bias=bias,
+            temperature=request.temperature,
+            mask=request.mask,
+            outputs=request.outputs,
+            backend=self.options.backend,
+            workspace_bytes=self.options.workspace_bytes,
+            validate=self.options.validate,
+            cache_bytes=self.options.cache_bytes,
+            **self.transform,
+        )
+        return {name: getattr(stats, name) for name in request.outputs}
+
+    def head_of(self, model: nn.Module) -> nn.Module:
+        """The head as it is now (PEFT may have put a layer around it), made to answer a request."""
+        head = model.get_output_embeddings()
+        if not (isinstance(head, nn.Module) and _answering(head)):
+            raise ValueError(
+                f"{type(model).__name__}: expected its head, bare, in a LoRA layer or in modules_to_save, to be an "
+                f"nn.Linear, got {type(head).__module__}.{type(head).__qualname__}; train it without the fused head"
             )
-            scores |= {name: getattr(stats, name) for name in request.outputs}
+        return head
+
+    @torch.no_grad()
+    def compare(
+        self,
+        model: nn.Module,
+        head: nn.Module,
+        hidden_states: Tensor,
+        logits: Tensor,
+        product: torch.dtype | None = None,
+    ) -> None:
+        """Hold the scores of some hidden states [..., H] against the logits [..., V] that the model makes of them.
+
+        ``product`` is the type in which they came out of the head, where that is known: many are widened after it.
+        Raises ValueError with the numbers where they differ.
+        """
+        labels = logits.argmax(-1)
+        names = ("log_probs", "entropy", "logsumexp")
+        with without_dropout(head):
+            scores = head(hidden_states, request=HeadRequest(labels, outputs=names), score=self.score)
+        wanted = log_probs_from_logits(logits, labels, outputs=names, backend="reference", validate="off")
+        errors = {name: (scores[name] - getattr(wanted, name)).abs().max().item() for name in names}
+        # The model rounds its logits to a type, up to four times (product, scale, cap); a GPU may take TF32.
+        types = {logits.dtype, hidden_states.dtype, product or logits.dtype}
+        if torch.is_autocast_enabled(logits.device.type):
+            types.add(torch.get_autocast_dtype(logits.device.type))
+        eps = max(2.0**-11, *(torch.finfo(dtype).eps for dtype in types))
+        bound = 4 * eps * max(1.0, logits.abs().max().item())
+        if not all(math.isfinite(error) and error <= bound for error in errors.values()):
+            raise ValueError(
+                f"{type(model).__name__}: expected the fused head to give the model's own numbers on {labels.numel()} "
+                f"tokens within {bound:.2g}, got errors of {errors}; this model does something to its logits that "
+                f"{self.explains} does not say ({self.transform or 'nothing'} was read from it): train it without the "
+                "fused head"
+            )
+        self.checked = True
+        choice = backend_for(hidden_states, self.options.backend)
+        what = (
+            f"{type(model).__name__.removeprefix('FSDP')}'s head is computed by the {choice.name} back end "
+            f"({choice.reason}), logit transform {self.transform or 'none'}"
+        )
+        if what not in _said:
+            _said.add(what)
+            error = max(errors.values())
+            print(f"rlhf_losses: {what}; it agrees with the model's own logits within {error:.1e}", flush=True)
+
+
+@contextmanager
+def without_dropout(head: nn.Module) -> Iterator[None]:
+    """LoRA's: the check draws no random numbers."""
+    modes = [(module, module.training) for module in head.modules()]
+    head.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+class _RequestedHead(FusedHead):
+    """Scores the labels of a ``HeadRequest``, from the model's own body."""
+
+    def __init__(self, options: HeadOptions, transform: dict[str, float], translate: Callable | None):
+        super().__init__(options, transform)
+        self.translate = translate
+
+    def score(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest) -> dict[str, Any]:
+        scores = super().score(hidden_states, weight, bias, request)
         if request.of_logits is not None:
             scores["of_logits"] = self._score_logits(hidden_states, weight, bias, request)
         return scores
@@ -291,61 +426,22 @@ class _FusedHead:
             self.check(model, head, body, output, functools.partial(original, *args, **kwargs))
         return ScoredTokens(**head(output[0], request=request, score=self.score))
 
-    def head_of(self, model: nn.Module) -> nn.Module:
-        """The head as it is now: PEFT may have put a layer around it, which is made to answer a request, too."""
-        head = model.get_output_embeddings()
-        if hasattr(head, "lora_A"):
-            if "forward" not in vars(head):
-                head.forward = MethodType(_lora_head_forward, head)
-        elif not isinstance(head, nn.Linear) and not hasattr(head, "modules_to_save"):
-            raise ValueError(
-                f"{type(model).__name__}: expected its head bare, in a LoRA layer or in modules_to_save, got "
-                f"{type(head).__module__}.{type(head).__qualname__}"
-            )
-        return head
-
     @torch.no_grad()
     def check(self, model: nn.Module, head: nn.Module, body: nn.Module, output: ModelOutput, own: Callable) -> None:
-        """Hold the scores of a few of the body's hidden states against the logits that the model makes of them.
+        """Compare on a few of the body's hidden states.
 
         The model's own forward runs with a body that answers at once. So it needs no second pass, draws no random
         numbers, and asks of other ranks what any call of the head does.
-        Raises ValueError with the numbers where they differ.
         """
-        hidden_states = output[0][..., :_CHECKED_TOKENS, :].detach()
+        hidden_states = output[0][..., :CHECKED_TOKENS, :].detach()
         short = type(output)(**{**output, next(iter(output)): hidden_states})
-        modes, replaced = [(module, module.training) for module in head.modules()], vars(body).get("forward")
-        head.eval()  # LoRA's dropout
+        replaced = vars(body).get("forward")
         body.forward = lambda *args, **kwargs: short
         try:
-            logits = own().logits
-            labels = logits.argmax(-1)
-            names = ("log_probs", "entropy", "logsumexp")
-            scores = head(hidden_states, request=HeadRequest(labels, outputs=names), score=self.score)
+            with without_dropout(head):
+                logits = own().logits
         finally:
             del body.forward
             if replaced is not None:
                 body.forward = replaced
-            for module, training in modes:
-                module.training = training
-        wanted = log_probs_from_logits(logits, labels, outputs=names, backend="reference", validate="off")
-        errors = {name: (scores[name] - getattr(wanted, name)).abs().max().item() for name in names}
-        # The model rounds its logits to their type, up to four times (product, scale, cap); a GPU may take TF32.
-        eps = max(torch.finfo(logits.dtype).eps, 2.0**-11)
-        bound = 4 * eps * max(1.0, logits.abs().max().item())
-        if not all(math.isfinite(error) and error <= bound for error in errors.values()):
-            raise ValueError(
-                f"{type(model).__name__}: expected the fused head to give the model's own numbers on {labels.numel()} "
-                f"tokens within {bound:.2g}, got errors of {errors}; this model does something to its logits that its "
-                f"config does not say ({self.transform or 'nothing'} was read from it): train it without the fused head"
-            )
-        self.checked = True
-        choice = backend_for(hidden_states, self.options.backend)
-        what = (
-            f"{type(model).__name__.removeprefix('FSDP')}'s head is computed by the {choice.name} back end "
-            f"({choice.reason}), logit transform {self.transform or 'none'}"
-        )
-        if what not in _said:
-            _said.add(what)
-            error = max(errors.values())
-            print(f"rlhf_losses: {what}; it agrees with the model's own logits within {error:.1e}", flush=True)
+        self.compare(model, head, hidden_states, logits)

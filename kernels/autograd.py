@@ -215,6 +215,24 @@ class LinearStatistics(torch.autograd.Function):
         )
 
 
+class Recomputed(LinearStatistics):
+    """hidden, weight and bias of a call whose statistics [M] somebody has found -> ``CallStats`` of them.
+
+    The forward computes nothing; the backward, should there be one, takes the products once more.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, found: RowStatistics):
+        # Aliases: these get a gradient, what was found has none.
+        statistics = RowStatistics(*(None if x is None else _pack(x.detach(), call.rows) for x in found))
+        _save(ctx, call, statistics, None, hidden, weight, bias)
+        return _outputs(ctx, statistics, call, len(hidden))
+
+    @staticmethod
+    def backward(ctx, *upstream: Tensor | None):
+        return *LinearStatistics.backward(ctx, *upstream), None
+
+
 class LogitsStatistics(torch.autograd.Function):
     """logits [M, V] -> the fields of ``CallStats``, [M]; with ``in_place`` the gradient overwrites the logits."""
 

@@ -165,7 +165,7 @@ def _chunk(
 
 
 class OnePass(torch.autograd.Function):
-    """hidden [M, H], weight [V, H], bias [V] or None -> the loss, and the fields of ``CallStats`` without gradient.
+    """hidden [M, H], weight [V, H], bias [V] or None -> the loss; ``RowStatistics`` [M], field by field, no gradient.
 
     ``objective(stats, rows)`` is the loss of the tokens ``rows`` of the M, whose statistics are given; differentiable
     torch. The loss is the sum over all tokens that ``call`` counts, in any cut. ``unit``, a number on the device, is as
@@ -185,10 +185,7 @@ class OnePass(torch.autograd.Function):
             gradients = _Gradients(hidden, weight, needs, len(chunks))
             parts = [_chunk(hidden, weight, bias, call, chunk, objective, ctx.unit, gradients) for chunk in chunks]
         loss = torch.stack([value for value, _ in parts]).sum()
-        joined = (
-            torch.cat([getattr(found, name) for _, found in parts]) if name in call.wanted else None
-            for name in CallStats._fields
-        )
+        joined = (None if of[0] is None else torch.cat(of) for of in zip(*(found for _, found in parts), strict=True))
         fields = tuple(None if x is None else unpack(x, call.rows, len(hidden)) for x in joined)
         ctx.mark_non_differentiable(*(x for x in fields if x is not None))
         ctx.set_materialize_grads(False)

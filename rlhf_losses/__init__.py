@@ -18,6 +18,13 @@ _checkout = _Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").is_file() and (_checkout / "kernels" / "transform.py").is_file():
     __path__.append(str(_checkout))
 
+from rlhf_losses.cross_entropy import (  # noqa: E402
+    CrossEntropyLoss,
+    CrossEntropyOutput,
+    LinearCrossEntropyLoss,
+    cross_entropy,
+    linear_cross_entropy,
+)
 from rlhf_losses.functions import backend_for, linear_log_probs, log_probs_from_logits  # noqa: E402
 from rlhf_losses.kernels.backends import BackendChoice  # noqa: E402
 from rlhf_losses.kernels.statistics import TokenStats  # noqa: E402
@@ -29,6 +36,9 @@ from rlhf_losses.validation import check  # noqa: E402
 
 __all__ = [
     "BackendChoice",
+    "CrossEntropyLoss",
+    "CrossEntropyOutput",
+    "LinearCrossEntropyLoss",
     "LogitTransform",
     "LossOutput",
     "PolicyBatch",
@@ -36,6 +46,8 @@ __all__ = [
     "TokenStats",
     "backend_for",
     "check",
+    "cross_entropy",
+    "linear_cross_entropy",
     "linear_log_probs",
     "linear_policy_loss",
     "log_probs_from_logits",

@@ -286,7 +286,7 @@ def _nothing(count: int, link: Tensor) -> CallStats:
     """Zeros for all tokens, hanging on the graph of ``link``, a scalar 0."""
     zeros = link.to(accumulator_dtype(link.dtype)).expand(count)
     argmax = torch.zeros(count, dtype=torch.int64, device=link.device)
-    return CallStats(*(zeros.clone() for _ in CallStats._fields[:-1]), argmax)
+    return CallStats(**{name: zeros.clone() for name in CallStats._fields if name != "argmax"}, argmax=argmax)
 
 
 def _scattered(stats: CallStats, rows: Tensor | None, count: int) -> CallStats:

@@ -100,7 +100,7 @@ def linear_policy_loss(
         largest = flat.token_weights.amax()
         unit = torch.where(largest > 0, largest, 1.0)
         loss, *fields = OnePass.apply(hidden, head, head_bias, call, objective, unit)
-        stats = CallStats(*fields)
+        stats = CallStats(*fields[2:])
         with torch.no_grad():
             metrics = loss_of_rows(stats, flat, config).metrics
     # Last, so that its launches delay no kernel.

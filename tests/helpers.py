@@ -12,8 +12,10 @@ eps leaves no room: ``assert_right`` takes the largest of five, which sum the sa
 """
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -221,4 +223,31 @@ def python(code: str, cwd: Path = ROOT, timeout: float = 120, **environment: str
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def script(path: Path, *args: str | Path, ranks: int = 1, timeout: float = 280, **environment: str) -> str:
+    """Standard output of a script on one rank, or on several that torchrun starts; fails with its errors."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", port] if ranks > 1 else []
+    given = os.environ.get("PYTHONPATH")
+    more = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(path.parent), *([given] if given else [])]),
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "1",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, *launch, str(path), *map(str, args)],
+            env=os.environ | more | environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout

@@ -115,6 +115,9 @@ def test_public_names_are_pinned():
     # A new name is a decision: it goes here, into the docs and into the changelog.
     assert sorted(rlhf_losses.__all__) == [
         "BackendChoice",
+        "CrossEntropyLoss",
+        "CrossEntropyOutput",
+        "LinearCrossEntropyLoss",
         "LogitTransform",
         "LossOutput",
         "PolicyBatch",
@@ -122,6 +125,8 @@ def test_public_names_are_pinned():
         "TokenStats",
         "backend_for",
         "check",
+        "cross_entropy",
+        "linear_cross_entropy",
         "linear_log_probs",
         "linear_policy_loss",
         "log_probs_from_logits",
@@ -141,10 +146,20 @@ COMMON = {
 }
 TOKENS = {"mask": None, "outputs": ("log_probs", "entropy")}
 HEAD = COMMON | {"bias": None, "cache_bytes": 0}
+LOSS = {
+    "mask": None,
+    "outputs": ("entropy", "token_accuracy"),
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "class_weight": None,
+}
 SIGNATURES = {
     "linear_log_probs": (["hidden_states", "weight", "labels"], HEAD | TOKENS),
     "linear_policy_loss": (["hidden_states", "weight", "labels", "batch", "config"], HEAD),
     "log_probs_from_logits": (["logits", "labels"], COMMON | TOKENS | {"inplace_backward": False}),
+    "linear_cross_entropy": (["hidden_states", "weight", "labels"], HEAD | LOSS),
+    "cross_entropy": (["logits", "labels"], COMMON | LOSS | {"inplace_backward": False}),
 }
 
 
@@ -163,6 +178,11 @@ def test_other_signatures_are_pinned():
     assert str(inspect.signature(rlhf_losses.backend_for)).startswith("(tensor: torch.Tensor, backend: str = 'auto')")
     assert list(inspect.signature(rlhf_losses.check).parameters) == []
     assert rlhf_losses.TokenStats._fields == ("log_probs", "entropy", "logsumexp", "sum_p_squared", "argmax")
+    assert rlhf_losses.CrossEntropyOutput._fields == ("loss", "z_loss", "entropy", "token_accuracy")
+    for module in (rlhf_losses.CrossEntropyLoss, rlhf_losses.LinearCrossEntropyLoss):
+        parameters = inspect.signature(module).parameters
+        assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
+        assert {*parameters} == {*COMMON, *LOSS} - {"mask", "outputs", "workspace_bytes", "validate"}
     assert rlhf_losses.BackendChoice._fields == ("name", "reason")
     assert list(rlhf_losses.LogitTransform.__dataclass_fields__) == ["bias", "scale", "softcap", "temperature"]
 

@@ -1,15 +1,11 @@
 """verl's FSDP engine, fused against unfused and against transformers, on one rank and on two (gloo)."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, script
 
 pytestmark = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed")
 
@@ -62,24 +58,8 @@ def run(cases, folder, ranks=1):
     """The results of tests/verl_cpu/engine_cases.py, by name."""
     given, results = folder / "cases.json", folder / "results.pt"
     given.write_text(json.dumps(cases))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    script = [str(ROOT / "tests/verl_cpu/engine_cases.py"), str(given), str(results), str(folder)]
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", port] if ranks > 1 else []
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/verl_cpu")])
-    more = {"PYTHONPATH": path, "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, *launch, *script],
-        env=os.environ | more,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return torch.load(results, weights_only=False), done.stdout
+    printed = script(ROOT / "tests/verl_cpu/engine_cases.py", given, results, folder, ranks=ranks)
+    return torch.load(results, weights_only=False), printed
 
 
 def both_ways(cases):

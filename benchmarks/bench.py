@@ -4,7 +4,7 @@
     rlhf-losses bench --out NAME --models Qwen3-8B --tokens 16384 --tasks train
     rlhf-losses bench --out NAME --size tiny --device cpu
     rlhf-losses bench --make-real FILE                    # hidden states of SmolLM2-135M on text
-    rlhf-losses bench --out NAME --real FILE.hidden.pt FILE.weight.pt
+    rlhf-losses bench --out NAME --real FILE.hidden.pt FILE.weight.pt [--models]
     rlhf-losses bench --out NAME --merge A.json B.json    # one report of several runs
 
 Writes NAME.json and NAME.md after every shape, and NAME.png at the end (with matplotlib). Tasks and providers are in
@@ -125,9 +125,10 @@ def why_not(provider: Provider, problem: Problem, device: str) -> str | None:
         return "has no softcap"
     if provider.slow and len(problem.labels) > SLOW_TOKENS and problem.shape != SLOW_TOO:
         return f"slow: up to {SLOW_TOKENS} tokens"
-    if device != "cpu":
+    if device != "cpu" and provider.logit_bytes:
         torch.cuda.empty_cache()
-        needed, free = provider.bytes_needed(problem), torch.cuda.mem_get_info()[0]
+        tokens, _, vocab = problem.shape
+        needed, free = provider.logit_bytes * tokens * vocab, torch.cuda.mem_get_info()[0]
         if needed > free:
             return f"needs {needed / MIB:.0f} MiB, {free / MIB:.0f} MiB are free"
     return None
@@ -265,7 +266,7 @@ def problems(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, Cal
     models, counts = SIZES[arguments.size]
     for model in models:
         for tokens in arguments.tokens or counts:
-            if not arguments.models or model.name in arguments.models:
+            if arguments.models is None or model.name in arguments.models:
                 flops = 2 * tokens * model.depth * model.vocab
                 yield model.name, tokens, flops, partial(peaked, model, tokens, arguments.device)
     if arguments.real:
@@ -274,7 +275,7 @@ def problems(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, Cal
 
 
 def run(arguments: argparse.Namespace, providers: Sequence[Provider]) -> dict:
-    begin, done = time.monotonic(), 0
+    begin, pace = time.monotonic(), float("inf")
     found, absent = available(providers, arguments.providers, arguments.device)
     results: dict = {
         **facts(arguments.commit, arguments.device),
@@ -288,15 +289,16 @@ def run(arguments: argparse.Namespace, providers: Sequence[Provider]) -> dict:
     known: set[Key] = set()
     model = None
     for name, tokens, flops, make in problems(arguments):
-        spent = time.monotonic() - begin
-        # As fast as those before it, at the least.
-        if arguments.seconds and spent + (spent * flops / done if done else 0) > arguments.seconds:
+        started = time.monotonic()
+        # No shape is faster than the fastest so far; slower ones may have compiled.
+        least = pace * flops if results["rows"] else 0
+        if arguments.seconds and started - begin + least > arguments.seconds:
             results["left_out"].append(f"{name}, {tokens} tokens: no time left of {arguments.seconds} s")
             continue
         if name != model:
             known, model = set(), name
         row = measure(make(), found, arguments.tasks, known, arguments.turns, arguments.device)
-        done += flops
+        pace = min(pace, (time.monotonic() - started) / flops)
         if arguments.device != "cpu":
             torch.cuda.empty_cache()
         results["rows"].append(row)
@@ -329,8 +331,10 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rlhf-losses bench", description=__doc__, formatter_class=formatter)
     parser.add_argument("--out", type=Path, help="path of the results, without suffix")
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--models", nargs="+", choices=[m.name for models, _ in SIZES.values() for m in models])
-    parser.add_argument("--tokens", nargs="+", type=int, help="in place of those of the table")
+    parser.add_argument(
+        "--models", nargs="*", metavar="NAME", help="of the table, instead of all; none for --real alone"
+    )
+    parser.add_argument("--tokens", nargs="+", type=int, metavar="N", help="instead of the table's")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--providers", nargs="+", choices=sorted({provider.name for provider in PROVIDERS}))
     parser.add_argument("--turns", type=int, default=5)
@@ -343,6 +347,12 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.out is None and arguments.make_real is None:
         parser.error("expected --out NAME, the path of the results without suffix")
+    computes = arguments.make_real is None and arguments.merge is None
+    if computes and arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: expected a GPU, torch sees none; try --device cpu --size tiny")
+    names = [model.name for model in SIZES[arguments.size][0]]
+    if unknown := set(arguments.models or ()) - set(names):
+        parser.error(f"--models: expected some of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     return arguments
 
 
@@ -351,6 +361,7 @@ def main(argv: Sequence[str], providers: Sequence[Provider] = PROVIDERS) -> None
     if arguments.make_real:
         print(*make_real(arguments.make_real), sep="\n")
         return
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     results = merged(arguments.merge) if arguments.merge else run(arguments, providers)
     report.write(results, arguments.out)
     report.plot(results, arguments.out)

@@ -12,7 +12,7 @@ imported when they are called. Adding one is a function and a row.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ LIGER_PATH = "LigerFusedLinearScaledCrossEntropySM90FunctionBackward"
 class Provider:
     """A row of the registry.
 
-    ``tasks`` names the number of GEMMs that each is compared to. ``needs`` is the package to import. A slow one runs
-    with few tokens only.
+    ``tasks`` names the number of GEMMs that each is compared to, ``needs`` the package to import, ``softcap`` whether
+    it can do heads with one, ``logit_bytes`` what it holds for each logit. A slow one runs with few tokens only.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Provider:
     one_pass: bool = False
     softcap: bool = False
     slow: bool = False
-    bytes_needed: Callable[[Problem], int] = field(default=lambda problem: 0)
+    logit_bytes: int = 0
 
 
 def evaluate(provider: Provider, task: str, case: Case) -> TokenStats | Outcome:
@@ -175,19 +175,14 @@ def quack(case: Case) -> Tensor:
     return chunked_linear_cross_entropy(x.hidden, x.weight, x.labels, tuned=False)
 
 
-def naive_bytes(x: Problem) -> int:
-    tokens, _, vocab = x.shape
-    return NAIVE_LOGIT * tokens * vocab
-
-
 PROVIDERS = (
     Provider("ours", {"forward": 1}, two_passes, ours=True, softcap=True),
     Provider("ours, two passes", {"train": 4, "skip": 4}, two_passes, ours=True, softcap=True),
     Provider("ours, all rows cached", {"train": 3}, all_rows_cached, ours=True, softcap=True),
     Provider("ours, one pass", {"train": 3, "skip": 3}, one_pass, ours=True, one_pass=True, softcap=True),
     Provider("ours", {"cross_entropy": 3}, cross_entropy, ours=True, softcap=True),
-    Provider("naive", {"forward": 1, "train": 3}, naive, softcap=True, slow=True, bytes_needed=naive_bytes),
-    Provider("naive", {"cross_entropy": 3}, naive_cross_entropy, softcap=True, slow=True, bytes_needed=naive_bytes),
+    Provider("naive", {"forward": 1, "train": 3}, naive, softcap=True, slow=True, logit_bytes=NAIVE_LOGIT),
+    Provider("naive", {"cross_entropy": 3}, naive_cross_entropy, softcap=True, slow=True, logit_bytes=NAIVE_LOGIT),
     Provider("verl torch", {"forward": 1, "train": 4}, verl_torch, needs="verl", slow=True),
     Provider("verl triton", {"forward": 1, "train": 4}, verl_triton, needs="verl"),
     Provider("Liger SM90", {"forward": 1, "train": 4}, liger_sm90, needs="liger_kernel"),

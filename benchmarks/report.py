@@ -254,8 +254,13 @@ def plot(results: dict, out: Path) -> None:
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for ax, task in zip(axes, panels, strict=True):
         _panel(ax, results, task, models)
-    axes[-1].set_xticks(range(len(models)), [f"{name}\n{h} x {v}" for name, h, v in models], rotation=30, ha="right")
-    figure.suptitle(f"Time over the time of bare cuBLAS products, {results['device']}", fontsize=11)
+    axes[-1].set_xticks(range(len(models)), [f"{name}\n{h}\nx {v}" for name, h, v in models], fontsize=8)
+    tokens = sorted({row["N"] for row in results["rows"]})
+    figure.suptitle(
+        f"Time over the time of bare cuBLAS products, {results['device']}\nmarkers: geometric mean over calls of "
+        f"{', '.join(map(str, tokens))} tokens; bars: their range",
+        fontsize=10,
+    )
     figure.savefig(out.with_name(out.name + ".png"))
 
 

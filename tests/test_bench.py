@@ -215,6 +215,18 @@ def test_command_is_light_and_helps():
     with pytest.raises(SystemExit) as stopped:
         cli.main(["bench", "--help"])
     assert stopped.value.code == 0
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench", "--size", "tiny"])
-    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--size", "tiny"], "expected --out NAME"),
+        ([*TINY, "--out", "x", "--models", "Qwen"], "expected some of tiny, tiny-softcap, got Qwen"),
+        (["--device", "cuda", "--out", "x"], "try --device cpu --size tiny"),
+    ],
+)
+def test_wrong_options_are_refused(options, said, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(options)
+    assert said in capsys.readouterr().err

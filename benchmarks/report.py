@@ -283,8 +283,9 @@ def _panel(ax: Any, results: dict, task: str, models: list[tuple[str, int, int]]
                 mean = geometric_mean(ratios)
                 xs.append(index + 0.7 * ((place + 0.5) / len(names) - 0.5))
                 means.append(mean)
-                below.append(mean - min(ratios))
-                above.append(max(ratios) - mean)
+                # The mean of one ratio may be rounded past it.
+                below.append(max(0.0, mean - min(ratios)))
+                above.append(max(0.0, max(ratios) - mean))
         ours = name.startswith("ours")
         style = {"color": COLOURS.get(name, "black"), "marker": "o" if ours else "D", "markersize": 6 if ours else 4}
         ax.errorbar(xs, means, [below, above], linestyle="none", elinewidth=1.2, label=name, **style)

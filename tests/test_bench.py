@@ -102,6 +102,16 @@ def test_bounds_are_judged():
     assert report.required({"rows": rows[::2]})[0]["met"] is True
 
 
+def test_figure_of_one_call_a_model_is_drawn(tmp_path):
+    # Computed by logarithms, the mean of one ratio is rounded up at 3, down at 5.
+    call = {"N": 8, "H": 4, "V": 9, "gemms_ms": {"1": 1.0}}
+    rows = [
+        call | {"model": f"m{ms}", "results": [{"task": "forward", "provider": "ours", "ms": ms}]} for ms in (3.0, 5.0)
+    ]
+    report.plot({"device": "none", "rows": rows}, tmp_path / "v1.0")
+    assert (tmp_path / "v1.0.png").read_bytes().startswith(b"\x89PNG")
+
+
 def off_by_a_thousandth(case):
     stats = two_passes(case)
     return stats._replace(log_probs=stats.log_probs + 1e-3)

@@ -237,6 +237,8 @@ COLOURS = {
     "naive": "#BBBBBB",
 }
 PANELS = {"forward": 1, "train": 3, "cross_entropy": 3}
+# Of the ratios, those that matter most first.
+TICKS = (1, 2, 5, 10, 20, 50, 0.5, 1.5, 3, 7, 1.2, 0.8, 1.1, 0.9, 0.7, 1.3, 4, 2.5, 1.75)
 
 
 def plot(results: dict, out: Path) -> None:
@@ -294,7 +296,11 @@ def _panel(ax: Any, results: dict, task: str, models: list[tuple[str, int, int]]
         ax.axvline(edge - 0.5, color="0.9", linewidth=0.8, zorder=0)
     ax.set_yscale("log")
     low, high = ax.get_ylim()
-    ticks = [t for t in (0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 1.75, 2, 2.5, 3, 4, 5, 7, 10) if low <= t <= high]
+    room = 0.07 * math.log(high / low)
+    ticks: list[float] = []
+    for tick in TICKS:
+        if low <= tick <= high and all(abs(math.log(tick / other)) >= room for other in ticks):
+            ticks.append(tick)
     ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.minorticks_off()
     ax.grid(axis="y", color="0.9", linewidth=0.6)

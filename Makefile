@@ -22,7 +22,7 @@ lint: $(VENV)/.installed
 # mypy does not follow the folders that pyproject.toml maps into the package: give it the layout of the wheel.
 types: $(VENV)/.installed
 	rm -rf build/types && mkdir -p build/types/rlhf_losses
-	ln -s $(CURDIR)/rlhf_losses/*.py $(CURDIR)/kernels build/types/rlhf_losses/
+	ln -s $(CURDIR)/rlhf_losses/*.py $(CURDIR)/kernels $(CURDIR)/benchmarks build/types/rlhf_losses/
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p rlhf_losses
 
 unit: $(VENV)/.installed
@@ -31,10 +31,9 @@ unit: $(VENV)/.installed
 demo:
 	PYTHON=$(PYTHON) TORCH='$(TORCH)' bash examples/demo.sh
 
-# Needs a GPU, and an environment with torch, Triton and this package.
+# Needs a GPU, and an environment with torch, Triton and this package; rivals that it has are timed, too.
 bench:
-	$(PYTHON) benchmarks/linear_log_probs.py --out benchmarks/results/$$(date +%F)
-	$(PYTHON) benchmarks/linear_policy_loss.py --out benchmarks/results/$$(date +%F)-policy-loss
+	$(PYTHON) -m rlhf_losses.cli bench --out benchmarks/results/$$(date +%F)
 
 clean:
 	rm -rf $(VENV) .venv-demo build dist demo-output *.egg-info

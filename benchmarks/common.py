@@ -1,4 +1,4 @@
-"""What the benchmarks of the ops share: data, truth, interleaved timing, peak memory, facts of the run."""
+"""What the benchmarks share: interleaved timing, peak memory, facts of the run."""
 
 import statistics
 import subprocess
@@ -7,86 +7,82 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from rlhf_losses import TokenStats, __version__
+from rlhf_losses import __version__
 
 MIB = 2**20
-# Tokens whose logits are held at once in fp64: 1.2 GB with a vocabulary of 151936.
-TRUTH_CHUNK = 1024
 
 
-def peaked(tokens: int, depth: int, vocab: int, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
-    """bf16 hidden states, head and labels whose distributions range from flat to certain, as trained models' do."""
-    generator = torch.Generator(device).manual_seed(0)
+class Timed(NamedTuple):
+    """Something to time, and how often back to back."""
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator, dtype=torch.bfloat16)
-
-    weight = normal(vocab, depth)
-    weight = weight / weight.float().norm(dim=1, keepdim=True).to(torch.bfloat16)
-    labels = torch.randint(vocab, (tokens,), device=device, generator=generator)
-    peak = torch.rand(tokens, 1, device=device, generator=generator) * 28
-    hidden = (2 * normal(tokens, depth).float() + peak * weight[labels].float()).to(torch.bfloat16)
-    return hidden, weight, labels
+    run: Callable[[], object]
+    runs: int
 
 
-def truth(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenStats:
-    """log_probs, entropy and logsumexp in fp64."""
-    head = weight.detach().double()
-    chunks = []
-    for rows, chosen in zip(hidden.detach().split(TRUTH_CHUNK), labels.split(TRUTH_CHUNK), strict=True):
-        z = rows.double() @ head.T
-        logsumexp = z.logsumexp(1)
-        log_p = z.sub_(logsumexp[:, None])
-        entropy = -(log_p.exp() * log_p).sum(1)
-        chunks.append((log_p.gather(1, chosen[:, None]).squeeze(1), entropy, logsumexp))
-    log_probs, entropy, logsumexp = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-    return TokenStats(log_probs=log_probs, entropy=entropy, logsumexp=logsumexp)
-
-
-def milliseconds(run: Callable[[], object], runs: int, device: str) -> float:
-    """Milliseconds a run, of several back to back after one that does not count."""
-    run()
+def moment(device: str) -> Any:
+    """Now; on a GPU, when it has done what was launched so far."""
     if device == "cpu":
-        begin = time.perf_counter()
-        for _ in range(runs):
-            run()
-        return (time.perf_counter() - begin) * 1e3 / runs
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(runs):
-        run()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / runs
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(start: Any, stop: Any) -> float:
+    return (stop - start) * 1e3 if isinstance(start, float) else start.elapsed_time(stop)
+
+
+def error_line(error: Exception) -> str:
+    """What a table has room for."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def interleaved_medians(
-    providers: dict[str, Callable[[], object]], turns: int, runs: int = 4, device: str = "cuda"
-) -> dict[str, float]:
-    """Milliseconds a run by provider; the first turn of each does not count."""
-    times: dict[str, list[float]] = {name: [] for name in providers}
-    for turn in range(turns + 1):
-        for name, run in providers.items():
-            time_of_run = milliseconds(run, runs, device)
-            if turn > 0:
-                times[name].append(time_of_run)
-    return {name: statistics.median(values) for name, values in times.items()}
+    timed: dict[Any, Timed], turns: int, lead_in: Callable[[], object], device: str
+) -> tuple[dict[Any, float], dict[Any, str]]:
+    """Milliseconds a run, and the errors of those that raised, which take no further turns.
+
+    Everything must have run before. ``lead_in`` is work for the device, not timed, before each: behind it the host's
+    first launches hide, as they do in a trainer, and nobody starts on a device that has cooled down.
+    """
+    times: dict[Any, list[float]] = {name: [] for name in timed}
+    failed: dict[Any, str] = {}
+    for _ in range(turns):
+        moments = {}
+        for name, (run, runs) in timed.items():
+            if name in failed:
+                continue
+            lead_in()
+            start = moment(device)
+            try:
+                for _ in range(runs):
+                    run()
+            except Exception as error:
+                failed[name] = error_line(error)
+            else:
+                moments[name] = start, moment(device)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        for name, (start, stop) in moments.items():
+            times[name].append(milliseconds(start, stop) / timed[name].runs)
+    return {name: statistics.median(values) for name, values in times.items() if name not in failed}, failed
 
 
-def peak_extra_mib(run: Callable[[], object]) -> float:
-    """Device memory that a call needs beyond what was allocated before it, its results included."""
+def with_peak_mib(run: Callable[[], Any], device: str) -> tuple[Any, float | None]:
+    """The result, and the device memory it took beyond what was allocated before, the result included."""
+    if device == "cpu":
+        return run(), None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    kept = run()
+    result = run()
     torch.cuda.synchronize()
-    extra = torch.cuda.max_memory_allocated() - before
-    del kept
-    return extra / MIB
+    return result, (torch.cuda.max_memory_allocated() - before) / MIB
 
 
 def package_version(name: str) -> str | None:
@@ -97,13 +93,16 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def current_commit() -> str:
-    question = ["git", "rev-parse", "--short", "HEAD"]
+def current_commit() -> str | None:
+    """Of the checkout that this file lies in; None where it lies in none."""
     root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    question = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(question, capture_output=True, text=True, check=True, cwd=root).stdout.strip()
 
 
-def facts(commit: str | None, device: str = "cuda") -> dict[str, str | None]:
+def facts(commit: str | None, device: str) -> dict[str, str | None]:
     """Date, card, versions and commit, which is what git says here unless given."""
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -111,5 +110,5 @@ def facts(commit: str | None, device: str = "cuda") -> dict[str, str | None]:
         "torch": torch.__version__,
         "triton": package_version("triton"),
         "rlhf_losses": __version__,
-        "commit": current_commit() if commit is None else commit,
+        "commit": commit or current_commit(),
     }

@@ -42,8 +42,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from common import current_commit
 from torch import Tensor, nn
+
+from rlhf_losses.benchmarks.common import current_commit
 
 MIB = 2**20
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import matplotlib
-from common import current_commit
+
+from rlhf_losses.benchmarks.common import current_commit
 
 matplotlib.use("Agg")
 

@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import inspect
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,18 +17,22 @@ import rlhf_losses
 
 KERNEL_FILES = sorted((ROOT / "kernels").glob("*.py"))
 PACKAGE_FILES = sorted((ROOT / "rlhf_losses").rglob("*.py"))
+BENCHMARK_FILES = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
 def imported(path):
     """Every module that the file imports, also inside of functions."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}:{node.lineno}: imports are absolute"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return {name for node in ast.walk(ast.parse(path.read_text())) for name in imported_by(node)}
+
+
+def imported_by(node):
+    """What this statement itself imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"line {node.lineno}: imports are absolute"
+        return {f"{node.module}.{alias.name}" for alias in node.names}
+    return set()
 
 
 def within(name, package):
@@ -41,6 +46,7 @@ def is_ours(name):
 def test_files_are_found():
     assert len(KERNEL_FILES) >= 10
     assert len(PACKAGE_FILES) >= 3
+    assert len(BENCHMARK_FILES) >= 7
 
 
 @pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.name)
@@ -57,6 +63,21 @@ def test_package_imports_no_integration(path):
         assert not within(name, "rlhf_losses.integrations"), name
         assert not within(name, "integrations"), name
         assert not within(name, "kernels"), f"{name}: the folder is imported as rlhf_losses.kernels"
+        assert path.name == "cli.py" or not within(name, "rlhf_losses.benchmarks"), name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "integrations").rglob("*.py")), ids=lambda path: path.name)
+def test_integrations_import_no_benchmark(path):
+    assert not [name for name in imported(path) if within(name, "rlhf_losses.benchmarks")]
+
+
+@pytest.mark.parametrize("path", BENCHMARK_FILES, ids=lambda path: path.name)
+def test_benchmarks_import_what_they_compare_only_when_they_call_it(path):
+    if path.name.startswith("verl_"):
+        pytest.skip("runs in verl")
+    for node in ast.parse(path.read_text()).body:
+        for name in imported_by(node):
+            assert name.partition(".")[0] in {"torch", "rlhf_losses"} | set(sys.stdlib_module_names), name
 
 
 @pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.name)
@@ -67,6 +88,7 @@ def test_kernel_file_has_at_most_300_lines(path):
 def test_kernels_folder_is_no_package_of_its_own():
     # A top-level ``kernels`` with an __init__.py would shadow the one that transformers imports.
     assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "benchmarks" / "__init__.py").exists()
     found = python("import importlib.util as u; s = u.find_spec('kernels'); print(s is None or s.origin is None)")
     assert found.strip() == "True"
     # pytest's own: verl installs a top-level ``tests``.
@@ -240,6 +262,9 @@ def test_wheel_holds_every_source_file(wheel):
         assert f"rlhf_losses/kernels/{path.name}" in names
     for path in PACKAGE_FILES:
         assert str(path.relative_to(ROOT)) in names
+    for path in BENCHMARK_FILES:
+        assert f"rlhf_losses/benchmarks/{path.name}" in names
+    assert not [name for name in names if "results" in name]
     assert "rlhf_losses/py.typed" in names
     assert not [name for name in names if "test" in name.lower()]
 
@@ -258,3 +283,16 @@ print(rlhf_losses.__file__, chunked.__file__)
 """
     for path in python(code, cwd=elsewhere, PYTHONPATH=str(site)).split():
         assert path.startswith(str(site))
+    command = [str(site / "bin" / "rlhf-losses"), "bench", "--size", "tiny", "--device", "cpu", "--turns", "1"]
+    options = ["--tasks", "forward", "--tokens", "128", "--out", "result"]
+    done = subprocess.run(
+        command + options,
+        cwd=elsewhere,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((elsewhere / "result.json").read_text())["commit"] is None

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhf_losses import LossOutput, TokenStats, linear_log_probs, linear_policy_loss, policy_loss
+from rlhf_losses import (
+    LossOutput,
+    TokenStats,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_policy_loss,
+    policy_loss,
+)
 from rlhf_losses.benchmarks.checks import Case, Outcome
 from rlhf_losses.benchmarks.data import Problem
 
@@ -91,9 +98,9 @@ def one_pass(case: Case) -> LossOutput:
     return linear_policy_loss(x.hidden, x.weight, x.labels, case.batch, case.config, softcap=x.softcap)
 
 
-def cross_entropy(case: Case) -> TokenStats:
+def cross_entropy(case: Case) -> Tensor:
     x = case.problem
-    return linear_log_probs(x.hidden, x.weight, x.labels, softcap=x.softcap, outputs=("log_probs",))
+    return linear_cross_entropy(x.hidden, x.weight, x.labels, softcap=x.softcap, outputs=()).loss
 
 
 def naive_logits(x: Problem) -> Tensor:
@@ -151,6 +158,16 @@ def liger_sm90_cross_entropy(case: Case) -> Tensor:
     return nll.mean()
 
 
+def liger_sm90_mean(case: Case) -> Tensor:
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+
+    x = case.problem
+    tokens, _, vocab = x.shape
+    if tokens % 128 or vocab % 256:
+        raise ValueError(f"takes whole tiles of 128 x 256, not {tokens} x {vocab}")
+    return liger_fused_linear_cross_entropy_sm90(x.hidden, x.weight, x.labels)
+
+
 def liger_flce(case: Case) -> Tensor:
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
@@ -187,6 +204,7 @@ PROVIDERS = (
     Provider("verl triton", {"forward": 1, "train": 4}, verl_triton, needs="verl"),
     Provider("Liger SM90", {"forward": 1, "train": 4}, liger_sm90, needs="liger_kernel"),
     Provider("Liger SM90", {"cross_entropy": 3}, liger_sm90_cross_entropy, needs="liger_kernel"),
+    Provider("Liger SM90, mean", {"cross_entropy": 3}, liger_sm90_mean, needs="liger_kernel"),
     Provider("Liger FLCE", {"cross_entropy": 3}, liger_flce, needs="liger_kernel", softcap=True),
     Provider(
         "cut-cross-entropy",

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 # The interpreter's products are numpy's. OpenBLAS has kernels (Haswell's, Zen's) that sum a row by its place in the
 # matrix; these do not. numpy reads it when torch imports it.
-os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
+os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
 
 import pytest
 import torch

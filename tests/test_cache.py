@@ -23,7 +23,7 @@ def bytes_for(share, inputs, backend):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_gradients_are_right(feature, share, fused):
-    inputs = FEATURES[feature](random_inputs((3, 120), VOCAB, DEPTH, DEVICE))
+    inputs = FEATURES[feature](random_inputs((3, 50), VOCAB, DEPTH, DEVICE))
     wrt = tuple(name for name in PARAMETERS if getattr(inputs, name) is not None)
     for dtype in dtypes_of(fused):
         cache = bytes_for(share, inputs.to(dtype), fused)

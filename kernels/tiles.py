@@ -45,7 +45,7 @@ class Tile:
 
 # 128 x 256 is the widest accumulator that 8 warps hold in registers; on an H200 (docs/performance.md) it reaches what
 # cuBLAS reaches, 128 x 128 and 64 x 256 stay at three quarters of it. Three stages of 48 KiB cover the load latency.
-# The kernels in hopper.py are written for this tile.
+# The Hopper kernels are written for this tile.
 OVERLAP_TILES = (Tile(128, 256, 64, warps=8, stages=3),)
 # mma.sync keeps its operands in registers beside the accumulator, so the accumulator is half as wide. The first fits
 # sm_80 (163 KiB); the later ones fit the 99 KiB of sm_86, sm_89 and sm_120, and the 64 KiB of CDNA.

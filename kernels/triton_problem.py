@@ -64,7 +64,7 @@ def _fits_descriptors(*matrices: Tensor) -> bool:
 
 
 def has_overlapped_kernels(limits: DeviceLimits) -> bool:
-    """Whether kernels/hopper.py serves this device."""
+    """Whether the Hopper kernels serve this device."""
     known = triton.__version__.startswith(_OVERLAP_TRITON)
     return known and limits.vendor == "cuda" and limits.capability == 90 and not interpreting()
 

@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def capturing() -> bool:
+    """Whether launches go to a CUDA graph: then nothing runs yet, and nobody may wait for it."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class HostRead:
     """Copies a small tensor to the host behind what has been launched so far; what is launched later does not delay it.
 

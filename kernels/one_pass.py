@@ -15,8 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlhf_losses.kernels.autograd import Call, first_order, unpack, with_gradient, without_autocast
+from rlhf_losses.kernels.autograd import first_order
 from rlhf_losses.kernels.backends import operations
+from rlhf_losses.kernels.call import Call, unpack, with_gradient, without_autocast
 from rlhf_losses.kernels.gemm import (
     accumulator_dtype,
     added_product,

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_losses import validation
+from rlhf_losses import compiled, validation
 from rlhf_losses.kernels import reference
-from rlhf_losses.kernels.autograd import Call, LinearStatistics, LogitsStatistics
+from rlhf_losses.kernels.autograd import LinearStatistics, LogitsStatistics
 from rlhf_losses.kernels.backends import BackendChoice, choose_backend, free_bytes
+from rlhf_losses.kernels.call import Call, packed
 from rlhf_losses.kernels.gemm import accumulator_dtype, with_separate_rows
+from rlhf_losses.kernels.host_read import capturing
 from rlhf_losses.kernels.statistics import CallStats, TokenStats
 from rlhf_losses.kernels.transform import LogitTransform
 
@@ -174,6 +176,8 @@ def head_call(
 
 def head_statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> CallStats:
     """What ``head_call`` has prepared -> every statistic asked for, [N], and maybe others."""
+    if isinstance(call, compiled.TracedCall):
+        return compiled.linear_statistics(hidden, weight, bias, call)
     if len(call.labels) == 0:
         # Nothing to score, but a graph: every parameter gets its zeros.
         return _nothing(len(hidden), hidden[:0].sum() + weight[:0].sum() + (0 if bias is None else bias[:0].sum()))
@@ -212,6 +216,8 @@ def logits_call(
 
 def logits_statistics(flat: Tensor, call: Call, inplace_backward: bool) -> CallStats:
     """What ``logits_call`` has prepared -> every statistic asked for, [N], and maybe others."""
+    if isinstance(call, compiled.TracedCall):
+        return compiled.logits_statistics(flat, call)
     if len(call.labels) == 0:
         return _nothing(len(flat), flat[:0].sum())
     if call.backend == "reference":
@@ -219,6 +225,11 @@ def logits_statistics(flat: Tensor, call: Call, inplace_backward: bool) -> CallS
         packed = reference.logits_statistics(picked, call.labels, call.transform, call.ignore_index, call.omega)
         return _scattered(packed, call.rows, len(flat))
     return CallStats(*LogitsStatistics.apply(flat, call, inplace_backward))
+
+
+def without_host() -> bool:
+    """Whether the host can't be asked how many tokens count: under torch.compile, and in a CUDA graph."""
+    return torch.compiler.is_compiling() or capturing()
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -249,10 +260,8 @@ def _prepare(
     tokens on a GPU are kept, and the kernels pass over blocks of ignored ones. (The reference always packs: what an
     ignored token's hidden state holds must not reach autograd.)
     """
-    validation.check_arrived()
     validation.require_validate(validate)
     wanted = validation.require_outputs(outputs)
-    choice = choose_backend(backend, labels.device, dtype)
     if workspace_bytes is None:
         workspace_bytes = DEFAULT_WORKSPACE_BYTES
     elif not isinstance(workspace_bytes, int) or workspace_bytes <= 0:
@@ -263,23 +272,25 @@ def _prepare(
     if labels.dtype.itemsize < 4:
         # Compared as they are, -100 and the vocabulary's size would wrap around.
         labels = labels.int()
-    rows = None
-    if mask is not None or not labels.is_cuda or choice.name == "reference":
-        active = labels != ignore_index
-        if mask is not None:
-            active &= mask.reshape(-1) != 0
-        rows = active.nonzero().squeeze(1)
-        if len(rows) == len(labels):
-            rows = None
-        else:
-            labels, transform = labels[rows], transform.for_rows(rows)
-    if isinstance(transform.temperature, Tensor) and validate != "off":
-        validation.check_temperatures(transform.temperature)
+    if torch.compiler.is_compiling():
+        return compiled.traced_call(
+            labels, mask, transform, wanted, ignore_index, backend, workspace_bytes, cache_bytes, validate
+        )
+    validation.check_arrived()
+    choice = choose_backend(backend, labels.device, dtype)
     if not torch.is_grad_enabled():
         cache_bytes = 0
     elif isinstance(cache_bytes, str):
         cache_bytes = free_bytes(labels.device) // 2
-    return Call(labels, rows, transform, wanted, ignore_index, choice.name, workspace_bytes, cache_bytes)
+    call = Call(labels, None, transform, wanted, ignore_index, choice.name, workspace_bytes, cache_bytes)
+    if mask is not None or not labels.is_cuda or choice.name == "reference":
+        counts = labels != ignore_index
+        if mask is not None:
+            counts &= mask.reshape(-1) != 0
+        call = packed(call, counts)
+    if isinstance(call.transform.temperature, Tensor) and validate != "off":
+        validation.check_temperatures(call.transform.temperature)
+    return call
 
 
 def _nothing(count: int, link: Tensor) -> CallStats:

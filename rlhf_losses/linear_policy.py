@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlhf_losses import validation
-from rlhf_losses.functions import ONE_PASS_WORKSPACE_BYTES, head_call, head_statistics
+from rlhf_losses.functions import ONE_PASS_WORKSPACE_BYTES, head_call, head_statistics, without_host
 from rlhf_losses.kernels.one_pass import OnePass
 from rlhf_losses.kernels.statistics import CallStats
 from rlhf_losses.policy import LossOutput, PolicyLossConfig, loss_of_rows, require_kinds
@@ -38,7 +38,8 @@ def linear_policy_loss(
     in none of the gradients' products.
 
     Losses that mix tokens (gspo, gmpo, clip-cov, kl-cov, ..., and rollout corrections of whole sequences without
-    old_log_probs) take the usual two passes, as does backend="reference". ``metrics["passes"]`` says which: 1 or 2.
+    old_log_probs) take the usual two passes, as does backend="reference", and every call under torch.compile or in a
+    CUDA graph. ``metrics["passes"]`` says which: 1 or 2.
 
     Args:
         hidden_states, weight, labels, bias, temperature, softcap, logit_scale, ignore_index, backend, validate: as for
@@ -86,7 +87,7 @@ def linear_policy_loss(
     wants_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, head, head_bias)
     )
-    two_passes = flat.mixes_tokens(config) or call.backend == "reference"
+    two_passes = flat.mixes_tokens(config) or call.backend == "reference" or without_host()
     if two_passes or not wants_gradient or len(call.labels) == 0:
         stats = head_statistics(hidden, head, head_bias, call)
         loss, metrics = loss_of_rows(stats, flat, config)

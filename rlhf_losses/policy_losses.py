@@ -9,8 +9,7 @@ token depends on other tokens says ``mixes_tokens=True``.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,21 +26,23 @@ Metrics = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Tokens:
-    """[N] each; where ``mask`` is False, log_probs, old_log_probs and advantages are 0 and have no gradient."""
+    """[N] each; where ``mask`` is False, log_probs, old_log_probs and advantages are 0 and have no gradient.
+
+    Every loss or its metrics use log_ratio and ratio. (torch.compile can't look into a cached_property's lock.)
+    """
 
     log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
     mask: Tensor
     sequences: Sequences
+    log_ratio: Tensor = field(init=False)
+    ratio: Tensor = field(init=False)
 
-    @cached_property
-    def log_ratio(self) -> Tensor:
-        return self.log_probs - self.old_log_probs
-
-    @cached_property
-    def ratio(self) -> Tensor:
-        return self.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    def __post_init__(self) -> None:
+        log_ratio = self.log_probs - self.old_log_probs
+        object.__setattr__(self, "log_ratio", log_ratio)
+        object.__setattr__(self, "ratio", log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp())
 
     def mean(self, values: Tensor) -> Tensor:
         """Over the tokens that count, without gradient; 0 where none does."""

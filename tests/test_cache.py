@@ -6,7 +6,7 @@ from cases import FEATURES, random_inputs
 from helpers import DEVICE, DTYPE, FLOAT_OUTPUTS, PARAMETERS, Allocations, assert_right, dtypes_of
 
 from rlhf_losses import linear_log_probs
-from rlhf_losses.kernels import autograd
+from rlhf_losses.kernels import call
 from rlhf_losses.kernels.backends import operations
 
 # Several steps of the product: where one is all, Triton adds the bias inside of it in one version of a kernel and after
@@ -89,7 +89,7 @@ def test_second_backward_through_a_kept_graph(fused):
 def kept_rows(monkeypatch):
     """How many rows each forward was told to keep."""
     rows = []
-    real = autograd.operations
+    real = call.operations
 
     def recording(name):
         def linear_forward(*args):
@@ -98,7 +98,7 @@ def kept_rows(monkeypatch):
 
         return real(name)._replace(linear_forward=linear_forward)
 
-    monkeypatch.setattr(autograd, "operations", recording)
+    monkeypatch.setattr(call, "operations", recording)
     return rows
 
 

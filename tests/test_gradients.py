@@ -21,7 +21,7 @@ from helpers import (
 )
 
 from rlhf_losses import linear_log_probs
-from rlhf_losses.kernels import autograd
+from rlhf_losses.kernels import call
 from rlhf_losses.kernels.tiles import Tile
 
 
@@ -165,7 +165,7 @@ def test_upstream_gradient_of_zero_everywhere(fused):
 def coefficients(monkeypatch):
     """The ``Coefficients`` and ``needs`` that each backward hands to its back end."""
     handed = []
-    real = autograd.operations
+    real = call.operations
 
     def recording(name):
         operations = real(name)
@@ -176,7 +176,7 @@ def coefficients(monkeypatch):
 
         return operations._replace(linear_backward=linear_backward)
 
-    monkeypatch.setattr(autograd, "operations", recording)
+    monkeypatch.setattr(call, "operations", recording)
     return handed
 
 

@@ -20,7 +20,7 @@ from helpers import (
 )
 
 from rlhf_losses import backend_for, linear_log_probs
-from rlhf_losses.kernels import autograd, backends, tiles
+from rlhf_losses.kernels import backends, call, tiles
 from rlhf_losses.kernels.tiles import DeviceLimits, Tile, pick_tile
 
 BOTH = ("log_probs", "entropy")
@@ -35,7 +35,7 @@ def test_s1_no_tokens_no_launch(leading, backend, monkeypatch):
     def fail(name):
         raise AssertionError("a back end was called for no tokens")
 
-    monkeypatch.setattr(autograd, "operations", fail)
+    monkeypatch.setattr(call, "operations", fail)
     inputs = random_inputs(leading, 129, 16, DEVICE)
     got = evaluate(inputs, backend, (*FLOAT_OUTPUTS, "argmax"), inputs.upstream(FLOAT_OUTPUTS), ("hidden", "weight"))
     for name in (*FLOAT_OUTPUTS, "argmax"):

@@ -105,6 +105,7 @@ class Operations(NamedTuple):
     scale_to: Callable
 
 
+@functools.cache
 def operations(backend: str) -> Operations:
     """The functions of "chunked" or "triton"; Triton is imported here, on first use."""
     if backend == "triton":

@@ -1,17 +1,20 @@
 """A call on packed rows: which tokens count, their statistics, and their gradients; no kernel and no autograd.
 
 Rows that ``rows`` leaves out are never multiplied; the backward also leaves out rows whose upstream gradients are all
-exactly 0 (clipped tokens, zero advantage), at the price of one wait for their number.
+exactly 0 (clipped tokens, zero advantage), at the price of one wait for their number. A CUDA graph waits for nothing:
+there all rows are multiplied, and those without a gradient are made such that none comes of them.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from rlhf_losses.kernels import host_read
 from rlhf_losses.kernels.backends import operations
 from rlhf_losses.kernels.gemm import all_finite
 from rlhf_losses.kernels.host_read import HostRead
@@ -40,6 +43,8 @@ class Call:
     workspace_bytes: int
     cache_bytes: int = 0
     omega: Tensor | None = None
+    # A compiler looks at it, it is not run (rlhf_losses/compiled.py).
+    traced: ClassVar[bool] = False
 
     def can_keep(self, dtype: torch.dtype) -> bool:
         """Whether rows kept by the forward give the whole gradient, for operands of this dtype.
@@ -71,15 +76,18 @@ def unpack(values: Tensor, rows: Tensor | None, count: int) -> Tensor:
 
 
 def without_autocast(tensor: Tensor):
-    return torch.autocast(tensor.device.type, enabled=False)
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def with_gradient(labels: Tensor, ignore_index: int, upstream: Sequence[Tensor | None]) -> Tensor:
     """[N] bool: the tokens that count and have any upstream gradient."""
-    given = [gradient != 0 for gradient in upstream if gradient is not None]
+    counts = labels != ignore_index
+    given = [gradient for gradient in upstream if gradient is not None]
     if not given:
-        return torch.zeros_like(labels, dtype=torch.bool)
-    return functools.reduce(torch.logical_or, given) & (labels != ignore_index)
+        return torch.zeros_like(counts)
+    # Not 0 is True, NaN too.
+    return functools.reduce(torch.logical_or, given).logical_and(counts)
 
 
 def _narrow(
@@ -95,24 +103,47 @@ def _narrow(
     return narrowed, of_rows(statistics, tokens), coefficients.for_rows(tokens)
 
 
+# p is 0 where such a maximum is subtracted.
+_FAR = 3e38
+
+
+def _without(
+    some: Tensor, call: Call, statistics: RowStatistics, coefficients: Coefficients
+) -> tuple[Call, RowStatistics, Coefficients]:
+    """The three for a gradient that is 0 at the tokens which ``some`` [N] does not mark, whatever these hold."""
+
+    def kept(values: Tensor | None, other: float) -> Tensor | None:
+        return None if values is None else torch.where(some, values, other)
+
+    temperature = call.transform.temperature
+    if isinstance(temperature, Tensor):
+        call = replace(call, transform=replace(call.transform, temperature=kept(temperature, 1.0)))
+    statistics = statistics._replace(shift=kept(statistics.shift, _FAR), norm=kept(statistics.norm, 1.0))
+    *terms, omega = coefficients
+    return call, statistics, Coefficients(*(kept(term, 0.0) for term in terms), omega)
+
+
 def _backward_step(
     call: Call,
     statistics: RowStatistics,
     upstream: Sequence[Tensor | None],
     meanwhile: Callable[[], T],
-) -> tuple[Call, RowStatistics, Coefficients, Tensor | None, T]:
+) -> tuple[Call, RowStatistics, Coefficients, Tensor | None, T | None]:
     """What the backward works on, which of the call's tokens that are (None for all), and what ``meanwhile`` returns.
 
-    The number of tokens with a gradient has to reach the host. All that can be launched before it does is, and
-    ``meanwhile`` gives the device work for the time that the host needs to launch the next kernel.
+    The number of tokens with a gradient has to reach the host. All that can be launched before it does is, which is
+    what ``meanwhile`` is for. In a CUDA graph, where nothing does, all tokens are worked on, and the fourth result is
+    the mask [N] of those that have a gradient.
     """
     # Contiguous: the gradient of a sum is one number with stride 0, and kernels step by one element.
     gradients = [None if g is None else pack(g, call.rows).contiguous() for g in upstream[:-1]]
     some = with_gradient(call.labels, call.ignore_index, gradients)
-    count = HostRead(some.sum())
+    count = None if host_read.capturing() else HostRead(some.sum())
     coefficients = Coefficients.from_upstream(statistics, *gradients, call.omega)
+    if count is None:
+        return *_without(some, call, statistics, coefficients), some, None
     result = meanwhile()
-    if int(count.wait()) == len(some):
+    if count.wait() == len(some):
         return call, statistics, coefficients, None, result
     tokens = some.nonzero().squeeze(1)
     return *_narrow(call, statistics, coefficients, tokens), tokens, result
@@ -158,9 +189,14 @@ def linear_gradients(
             inputs = zip((hidden, weight, bias), needs, strict=True)
             d_hidden, d_weight, d_bias = (torch.zeros_like(x) if need else None for x, need in inputs)
             return d_hidden, d_weight, d_bias
-        source = None if kept is None or tokens is None else tokens[tokens < len(kept.values)]
+        rows, source = pack(hidden, call.rows), None
+        if host_read.capturing():
+            # Ones, of which a head's row of -inf makes -inf; zeros would make NaN.
+            rows, kept = torch.where(tokens[:, None], rows, 1.0), None
+        elif kept is not None and tokens is not None:
+            source = tokens[tokens < len(kept.values)]
         d_hidden, d_weight, d_bias = operations(call.backend).linear_backward(
-            pack(hidden, call.rows),
+            rows,
             weight,
             finite,
             call.labels,
@@ -197,7 +233,7 @@ def logits_gradient(
     logits: Tensor, call: Call, statistics: RowStatistics, upstream: Sequence[Tensor | None], in_place: bool
 ) -> Tensor:
     """Gradient of logits [M, V], over the logits themselves with ``in_place``; else as ``linear_gradients``."""
-    call, statistics, coefficients, _, _ = _backward_step(call, statistics, upstream, lambda: None)
+    call, statistics, coefficients, tokens, _ = _backward_step(call, statistics, upstream, lambda: None)
     complete = call.rows is None
     empty = torch.empty_like if complete else torch.zeros_like
     d_logits = logits.detach() if in_place else empty(logits)
@@ -212,7 +248,9 @@ def logits_gradient(
             d_logits,
             call.workspace_bytes,
         )
-    if in_place and not complete:
+    if host_read.capturing():
+        d_logits.masked_fill_(~tokens[:, None], 0)
+    elif in_place and not complete:
         left_out = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         left_out[call.rows] = False
         d_logits.masked_fill_(left_out[:, None], 0)

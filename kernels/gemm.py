@@ -1,5 +1,6 @@
 """Matrix products whose result or accumulator is wider than their operands, and matrices made ready for them."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,8 @@ from rlhf_losses.kernels.host_read import HostRead
 
 # torch.mm(..., out_dtype=float32) for 16-bit CUDA operands came with torch 2.8.
 _TORCH_HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+_NARROWING_BYTES = 8 * 2**20
 
 
 def _has_wide_product(a: Tensor) -> bool:
@@ -59,17 +62,22 @@ def added_tall_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def all_finite(weight: Tensor) -> HostRead:
-    """Whether no entry is infinite: one read of the weight, no copy. (A sum that overflows answers False.)"""
-    return HostRead(weight.sum(dtype=accumulator_dtype(weight.dtype)).isfinite())
+    """A number that is finite where no row of ``weight`` [V, H] is infinite as a whole; one column says so.
 
-
-def finite_for_product(weight: Tensor, finite: HostRead) -> Tensor:
-    """``weight`` with its infinite entries set to 0; itself, not a copy, where ``all_finite`` has found it so.
-
-    A head may switch a token off by a row of -inf. Its probability and da are exactly 0, but 0 * -inf in the product
-    da @ weight would be NaN.
+    A head switches a token off by a row of -inf. Of an infinity here or there products make NaN, as torch's own do.
     """
-    return weight if finite.wait() else weight.masked_fill(weight.isinf(), 0)
+    return HostRead(weight.detach()[:, 0].sum(dtype=accumulator_dtype(weight.dtype)))
+
+
+def finite_for_product(weight: Tensor, finite: HostRead | None) -> Tensor:
+    """``weight`` with its infinite entries set to 0; itself, not a copy, where ``all_finite`` has found none.
+
+    The probability and the da of a token that is switched off are exactly 0, but 0 * -inf in the product da @ weight
+    would be NaN. Without ``finite``, the host's answer, a copy is made.
+    """
+    if finite is not None and math.isfinite(finite.wait()):
+        return weight
+    return weight.masked_fill(weight.isinf(), 0)
 
 
 def with_separate_rows(matrix: Tensor) -> Tensor:
@@ -78,10 +86,11 @@ def with_separate_rows(matrix: Tensor) -> Tensor:
 
 
 def narrowed(wide: Tensor, dtype: torch.dtype, write: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> Tensor:
-    """``wide`` [M, N] rounded to ``dtype`` in its own memory, which it gives up; a transposed view in new memory.
+    """``wide`` [M, N] rounded to ``dtype`` in its own memory, which it gives up; in new where it is small or transposed.
 
     A second buffer would cost as much as half of the accumulator. Rows are narrowed in doubling blocks [k, 2k): the
-    block's narrow form lands where the rows before it have already been read. ``write(out, x)`` may do more than round.
+    block's narrow form lands where the rows before it have already been read. The first block passes through a small
+    buffer, so that the blocks are few. ``write(out, x)`` may do more than round.
     """
     if not wide.is_contiguous():
         narrow = wide.new_empty(wide.shape, dtype=dtype)
@@ -91,9 +100,13 @@ def narrowed(wide: Tensor, dtype: torch.dtype, write: Callable[[Tensor, Tensor],
         write(wide, wide)
         return wide
     rows, columns = wide.shape
+    start = min(rows, max(1, _NARROWING_BYTES // (columns * dtype.itemsize)))
+    first = wide.new_empty(start, columns, dtype=dtype)
+    write(first, wide[:start])
+    if start == rows:
+        return first
     narrow = wide.view(-1).view(dtype)[: rows * columns].view(rows, columns)
-    write(narrow[:1], wide[:1].clone())
-    start = 1
+    narrow[:start] = first
     while start < rows:
         stop = min(2 * start, rows)
         write(narrow[start:stop], wide[start:stop])

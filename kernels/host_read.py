@@ -1,5 +1,8 @@
 """A number on its way from the device to the host, asked for early and waited for late."""
 
+from collections import defaultdict, deque
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,26 +12,50 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-class HostRead:
-    """Copies a small tensor to the host behind what has been launched so far; what is launched later does not delay it.
+class _Slot(NamedTuple):
+    """Where a number lands: pinned memory, and the event behind its copy. Both cost more to make than to use."""
 
-    ``.item()`` and ``.tolist()`` wait for everything launched before them; this waits for its own copy alone.
+    number: Tensor
+    landed: torch.cuda.Event
+
+
+# Free ones, by the device that copies and the type. (A deque's own methods are safe from any thread.)
+_free: defaultdict[tuple[torch.device, torch.dtype], deque[_Slot]] = defaultdict(deque)
+
+
+def _slot(device: torch.device, dtype: torch.dtype) -> _Slot:
+    try:
+        return _free[device, dtype].pop()
+    except IndexError:
+        return _Slot(torch.empty((), dtype=dtype, pin_memory=True), torch.cuda.Event())
+
+
+class HostRead:
+    """Copies a scalar to the host behind what has been launched so far; what is launched later does not delay it.
+
+    ``.item()`` waits for everything launched before it; this waits for its own copy alone.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._copy = tensor.detach()
-        if tensor.is_cuda:
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._copy.copy_(tensor.detach(), non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensor.device))
+    def __init__(self, scalar: Tensor) -> None:
+        self._slot: _Slot | None = None
+        self._value: int | float | bool = 0
+        if scalar.is_cuda:
+            self._key = (scalar.device, scalar.dtype)
+            # One that nobody waits for is not used again: its copy might still be on its way.
+            self._slot = _slot(*self._key)
+            self._slot.number.copy_(scalar, non_blocking=True)
+            self._slot.landed.record(torch.cuda.current_stream(scalar.device))
+        else:
+            self._value = scalar.item()
 
     def arrived(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._slot is None or self._slot.landed.query()
 
-    def wait(self) -> Tensor:
-        """The tensor, on the host."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copy
+    def wait(self) -> int | float | bool:
+        """The number, on the host."""
+        if self._slot is not None:
+            self._slot.landed.synchronize()
+            self._value = self._slot.number.item()
+            _free[self._key].append(self._slot)
+            self._slot = None
+        return self._value

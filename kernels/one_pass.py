@@ -150,7 +150,7 @@ def _chunk(
     some = with_gradient(labels, call.ignore_index, upstream)
     number = HostRead(some.sum())
     statistics, coefficients = found, Coefficients.from_upstream(found, *upstream, call.omega)
-    count, source = int(number.wait()), None
+    count, source = number.wait(), None
     if count == 0:
         return value, found
     if count < len(labels):

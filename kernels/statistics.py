@@ -139,9 +139,7 @@ class Coefficients(NamedTuple):
         omega: Tensor | None,
     ) -> "Coefficients":
         """From the upstream gradients of the outputs, None for an output that nothing depends on; omega [V]."""
-        p = torch.zeros_like(statistics.norm)
-        if log_probs is not None:
-            p = p - log_probs
+        p = torch.zeros_like(statistics.norm) if log_probs is None else -log_probs
         if logsumexp is not None:
             p = p + logsumexp
         if entropy is not None:

@@ -4,6 +4,7 @@ Nothing is searched at import or at the first call, and the number of tokens is 
 numbers depend on the tile's width, so they must not depend on who shares the call.
 """
 
+import functools
 from dataclasses import dataclass
 
 # Reductions across warps and the 16-bit copy of a result tile pass through shared memory beside the operand stages.
@@ -76,6 +77,7 @@ def has_descriptors(limits: DeviceLimits) -> bool:
     return limits.vendor == "cuda" and limits.capability >= 90
 
 
+@functools.cache
 def pick_tile(limits: DeviceLimits, itemsize: int) -> Tile | None:
     """The first tile of the table that fits, for operands of ``itemsize`` bytes; None if none does."""
     descriptors = has_descriptors(limits)

@@ -69,7 +69,7 @@ class LogitTransform:
         return replace(self, temperature=self.temperature[rows])
 
     def with_bias(self, bias: Tensor | None) -> "LogitTransform":
-        return replace(self, bias=bias)
+        return self if bias is self.bias else replace(self, bias=bias)
 
     def apply(self, a: Tensor) -> tuple[Tensor, Tensor | float]:
         """z and dz/da of raw products ``a`` [N, V]; dz/da is a number where it is the same for every entry."""

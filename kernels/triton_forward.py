@@ -44,7 +44,7 @@ from rlhf_losses.kernels.triton_tile import (
 
 
 class Sums(NamedTuple):
-    """The running sums of one stretch of the vocabulary each, [splits, N]; None where not wanted."""
+    """The running sums of one stretch of the vocabulary each, [splits, N] in a row; None where not wanted."""
 
     m: Tensor
     s: Tensor
@@ -230,19 +230,20 @@ def linear_forward(
     # The halves of a Hopper block leave results of their own.
     halves = 2 if problem.overlapped else 1
 
-    def partial(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(halves * splits, rows, device=device, dtype=dtype)
-
-    sums = Sums(
-        m=partial(),
-        s=partial(),
-        u=partial() if "entropy" in wanted else None,
-        q=partial() if "sum_p_squared" in wanted else None,
-        arg=partial(torch.int32) if "argmax" in wanted else None,
-        wt=None if omega is None else partial(),
-        w=None if omega is None else partial(),
-    )
-    label_logit = torch.empty(rows, device=device)
+    there = {
+        "u": "entropy" in wanted,
+        "q": "sum_p_squared" in wanted,
+        "arg": "argmax" in wanted,
+        "wt": omega is not None,
+        "w": omega is not None,
+    }
+    # One allocation; each part starts where a tensor would, for which the kernels are compiled.
+    size = cdiv(halves * splits * rows, 16) * 16
+    label_logit, m, s, *others = torch.empty(3 + sum(there.values()), size, device=device).unbind()
+    parts = {name: others.pop() if needed else None for name, needed in there.items()}
+    if parts["arg"] is not None:
+        parts["arg"] = parts["arg"].view(torch.int32)
+    sums = Sums(m, s, **parts)
     out = empty_statistics(rows, wanted, device)
     kept = None
     if keep_rows:

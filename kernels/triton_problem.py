@@ -1,7 +1,8 @@
 """A call made ready for the Triton kernels: operands as descriptors or pointers, tile, constants, which kernel."""
 
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -53,7 +54,8 @@ def tile_of(operand: Tensor) -> Tile:
 
 def launch_context(device: torch.device):
     """Kernels launch on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
 def _fits_descriptors(*matrices: Tensor) -> bool:
@@ -69,8 +71,48 @@ def has_overlapped_kernels(limits: DeviceLimits) -> bool:
     return known and limits.vendor == "cuda" and limits.capability == 90 and not interpreting()
 
 
-@dataclass(frozen=True)
-class Problem:
+@functools.cache
+def _triton_has_descriptors() -> bool:
+    """From Triton 3.4."""
+    return find_spec("triton.tools.tensor_descriptor") is not None
+
+
+@functools.cache
+def _descriptor_maker(dtype: torch.dtype, rows: int, columns: int, overlapped: bool) -> Callable[[Tensor], Any]:
+    """From a matrix to its descriptor with such blocks, for the Hopper kernels or the others.
+
+    Descriptors are made on the host, so that no allocator of Triton's is touched.
+    """
+    block = [rows, columns]
+    if not overlapped:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return lambda matrix: TensorDescriptor.from_tensor(matrix, block)
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
+
+    layout = NVMMASharedLayout.get_default_for(block, getattr(triton.language, _TRITON_DTYPES[dtype]))
+    return lambda matrix: HopperDescriptor.from_tensor(matrix, block, layout)
+
+
+@functools.cache
+def _constants(tile: Tile, depth: int, dtype: torch.dtype, descriptors: bool, overlapped: bool) -> dict[str, Any]:
+    """What a kernel is compiled for. Not to be changed."""
+    constants = {"H": depth, "BN": tile.rows, "BV": tile.columns, "BH": tile.depth, "GROUP": tile.row_group}
+    if overlapped:
+        return constants
+    # TF32's 10 bits, or an exponential to 2 ulp, would be the largest error of an fp32 model.
+    exact = dtype == torch.float32
+    return constants | {
+        "DESCRIPTORS": descriptors,
+        "PRECISION": "ieee" if exact else "tf32",
+        "EXACT": exact,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+class Problem(NamedTuple):
     """hidden [N, H] and weight [V, H] made ready for ``product_tile``: descriptors or pointers, tile and constants."""
 
     hidden: Any
@@ -90,67 +132,35 @@ class Problem:
         limits, tile = device_limits(hidden.device), tile_of(hidden)
         rows, depth = hidden.shape
         hidden, weight = with_separate_rows(hidden), with_separate_rows(weight)
-        stride_n, stride_v = hidden.stride(0), weight.stride(0)
-        descriptors = (
-            has_descriptors(limits)
-            and find_spec("triton.tools.tensor_descriptor") is not None  # from Triton 3.4
-            and _fits_descriptors(hidden, weight)
-        )
+        descriptors = has_descriptors(limits) and _triton_has_descriptors() and _fits_descriptors(hidden, weight)
         overlapped = descriptors and tile in OVERLAP_TILES and has_overlapped_kernels(limits)
-        constants = {"H": depth, "BN": tile.rows, "BV": tile.columns, "BH": tile.depth, "GROUP": tile.row_group}
-        if not overlapped:
-            # TF32's 10 bits, or an exponential to 2 ulp, would be the largest error of an fp32 model.
-            exact = hidden.dtype == torch.float32
-            constants |= {
-                "DESCRIPTORS": descriptors,
-                "PRECISION": "ieee" if exact else "tf32",
-                "EXACT": exact,
-                "num_warps": tile.warps,
-                "num_stages": tile.stages,
-            }
-        problem = cls(
-            hidden=hidden,
-            weight=weight,
+        # Each half of a block has its own columns.
+        columns = tile.columns // (2 if overlapped else 1)
+        return cls(
+            hidden=_blocks(hidden, tile.rows, tile.depth, descriptors, overlapped),
+            weight=_blocks(weight, columns, tile.depth, descriptors, overlapped),
             transform=Transform.of(transform),
-            stride_n=stride_n,
-            stride_v=stride_v,
+            stride_n=hidden.stride(0),
+            stride_v=weight.stride(0),
             tile=tile,
             limits=limits,
             rows=rows,
             descriptors=descriptors,
             overlapped=overlapped,
-            constants=constants,
+            constants=_constants(tile, depth, hidden.dtype, descriptors, overlapped),
         )
-        return replace(
-            problem,
-            hidden=problem.blocks(hidden, tile.rows, tile.depth),
-            # Each half of a block has its own columns.
-            weight=problem.blocks(weight, tile.columns // (2 if overlapped else 1), tile.depth),
-        )
-
-    def blocks(self, matrix: Tensor, rows: int, columns: int) -> Any:
-        """``matrix`` as the kernel takes it: a descriptor with such blocks, or the tensor itself.
-
-        Descriptors are made on the host, so that no allocator of Triton's is touched.
-        """
-        if not self.descriptors:
-            return matrix
-        if self.overlapped:
-            from triton.experimental.gluon.language import NVMMASharedLayout
-            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-            kind = getattr(triton.language, _TRITON_DTYPES[matrix.dtype])
-            layout = NVMMASharedLayout.get_default_for([rows, columns], kind)
-            return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
     def result_blocks(self, matrix: Tensor) -> Any:
         """``matrix`` [N, C] as the kernels write it: by tiles, or quarters, two for each half of a block."""
         rows, columns = (2, 4) if self.overlapped else (1, 1)
-        return self.blocks(matrix, self.tile.rows // rows, self.tile.columns // columns)
+        tile = self.tile
+        return _blocks(matrix, tile.rows // rows, tile.columns // columns, self.descriptors, self.overlapped)
 
     def programs(self, columns: int) -> int:
         """One program per multiprocessor, or per item of row blocks x columns where those are fewer."""
         return min(self.limits.multiprocessors, cdiv(self.rows, self.tile.rows) * columns)
+
+
+def _blocks(matrix: Tensor, rows: int, columns: int, descriptors: bool, overlapped: bool) -> Any:
+    """``matrix`` as the kernel takes it: a descriptor with such blocks, or the tensor itself."""
+    return _descriptor_maker(matrix.dtype, rows, columns, overlapped)(matrix) if descriptors else matrix

@@ -7,12 +7,13 @@ other (``host_read.capturing``).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlhf_losses import validation
+from rlhf_losses.kernels import host_read
 from rlhf_losses.kernels.backends import choose_backend
 from rlhf_losses.kernels.call import (
     Call,
@@ -24,7 +25,6 @@ from rlhf_losses.kernels.call import (
     unpack,
 )
 from rlhf_losses.kernels.gemm import accumulator_dtype
-from rlhf_losses.kernels.host_read import capturing
 from rlhf_losses.kernels.statistics import CallStats, RowStatistics, of_rows
 from rlhf_losses.kernels.transform import LogitTransform
 
@@ -40,40 +40,7 @@ class TracedCall(Call):
 
     validate: str = "async"
     masked: bool = False
-
-
-def traced_call(
-    labels: Tensor,
-    mask: Tensor | None,
-    transform: LogitTransform,
-    wanted: frozenset[str],
-    ignore_index: int,
-    backend: str,
-    workspace_bytes: int,
-    cache_bytes: int | str,
-    validate: str,
-) -> TracedCall:
-    """The call of labels [N] and a mask of as many tokens. Raises ValueError for what no op does."""
-    if backend == "reference" or cache_bytes != 0:
-        raise ValueError(
-            "torch.compile: expected cache_bytes=0 and any back end but the reference, got "
-            f"cache_bytes={cache_bytes!r} and backend={backend!r}; leave them out, or the call out of the compiled "
-            "code (torch.compiler.disable)"
-        )
-    if mask is not None:
-        # Any ignore_index fits 64 bits.
-        labels = labels.long().masked_fill(mask.reshape(-1) == 0, ignore_index)
-    return TracedCall(
-        labels,
-        None,
-        transform,
-        wanted,
-        ignore_index,
-        backend,
-        workspace_bytes,
-        validate=validate,
-        masked=mask is not None,
-    )
+    traced: ClassVar[bool] = True
 
 
 # A ``TracedCall`` as arguments of an op: tensors, then the rest.
@@ -108,11 +75,9 @@ class _Rest(NamedTuple):
 
 
 def _arguments(call: TracedCall) -> tuple[tuple[Tensor | None, ...], _Rest]:
-    transform = call.transform
-    per_token = isinstance(transform.temperature, Tensor)
-    tensors = (call.labels, transform.temperature if per_token else None, call.omega)
-    return tensors, _Rest(
-        temperature=1.0 if per_token else float(transform.temperature),
+    transform, temperature = call.transform, call.transform.temperature
+    return (call.labels, temperature if isinstance(temperature, Tensor) else None, call.omega), _Rest(
+        temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
         scale=None if transform.scale is None else float(transform.scale),
         softcap=None if transform.softcap is None else float(transform.softcap),
         wanted=",".join(sorted(call.wanted)),
@@ -124,11 +89,11 @@ def _arguments(call: TracedCall) -> tuple[tuple[Tensor | None, ...], _Rest]:
     )
 
 
-def _call(like: Tensor, tensors: tuple, rest: _Rest) -> TracedCall:
+def _call(like: Tensor, tensors: tuple, rest: _Rest) -> Call:
     """The call of ``_arguments``, for hidden states or logits ``like``, ready to run."""
     labels, temperatures, omega = tensors
     temperature = rest.temperature if temperatures is None else temperatures
-    call = TracedCall(
+    call = Call(
         labels=labels,
         rows=None,
         transform=LogitTransform(None, rest.scale, rest.softcap, temperature),
@@ -137,26 +102,24 @@ def _call(like: Tensor, tensors: tuple, rest: _Rest) -> TracedCall:
         backend=choose_backend(rest.backend, like.device, like.dtype).name,
         workspace_bytes=rest.workspace_bytes,
         omega=omega,
-        validate=rest.validate,
-        masked=rest.masked,
     )
-    if capturing() or (labels.is_cuda and not rest.masked):
+    if host_read.capturing() or (labels.is_cuda and not rest.masked):
         return call
     return packed(call, labels != rest.ignore_index)
 
 
-def _checked(call: TracedCall) -> TracedCall:
-    validation.check_arrived()
-    if isinstance(call.transform.temperature, Tensor) and call.validate != "off":
-        validation.check_temperatures(call.transform.temperature)
+def _checked(call: Call, validate: str) -> Call:
+    if not host_read.capturing():
+        validation.check_arrived()
+        if isinstance(call.transform.temperature, Tensor) and validate != "off":
+            validation.check_temperatures(call.transform.temperature)
     return call
 
 
-def _results(statistics: RowStatistics, call: TracedCall, count: int, vocab: int) -> tuple[Tensor, ...]:
-    validation.check_labels(call.labels, call.rows, vocab, call.ignore_index, call.validate)
-    named = statistics._asdict()
-    wanted = {name: named[name] if name in call.wanted else None for name in CallStats._fields}
-    found = (statistics.shift, statistics.norm, *wanted.values())
+def _results(statistics: RowStatistics, call: Call, validate: str, count: int, vocab: int) -> tuple[Tensor, ...]:
+    stats = CallStats(*(getattr(statistics, name) if name in call.wanted else None for name in CallStats._fields))
+    validation.check_labels(call, vocab, validate, stats)
+    found = (statistics.shift, statistics.norm, *stats)
     empty = statistics.norm.new_empty(0)
     return tuple(empty.clone() if x is None else unpack(x, call.rows, count) for x in found)
 
@@ -196,8 +159,8 @@ def _wanted_gradients(rest: _Rest, upstream: tuple[Tensor | None, ...]) -> list[
 
 def _statistics(call: Call, parts: tuple[Tensor | None, ...]) -> RowStatistics:
     """Of the call's rows, from those of all tokens."""
-    given = dict(zip(_STATISTICS, parts, strict=True))
-    statistics = RowStatistics(*(given.get(name) for name in RowStatistics._fields))
+    named: dict[str, Any] = dict.fromkeys(RowStatistics._fields) | dict(zip(_STATISTICS, parts, strict=True))
+    statistics = RowStatistics(**named)
     return statistics if call.rows is None else of_rows(statistics, call.rows)
 
 
@@ -207,9 +170,10 @@ def _statistics(call: Call, parts: tuple[Tensor | None, ...]) -> RowStatistics:
     schema=f"(Tensor hidden, Tensor weight, Tensor? bias, {_TENSORS}, {_REST}) -> {_FORWARD}",
 )
 def _linear_forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    call = _checked(_call(hidden, arguments[:3], _Rest(*arguments[3:])))
+    rest = _Rest(*arguments[3:])
+    call = _checked(_call(hidden, arguments[:3], rest), rest.validate)
     statistics = linear_rows(hidden, weight, bias, call)[0] if len(call.labels) else _nothing(hidden)
-    return _results(statistics, call, len(hidden), len(weight))
+    return _results(statistics, call, rest.validate, len(hidden), len(weight))
 
 
 @_linear_forward.register_fake
@@ -262,9 +226,10 @@ _linear_forward.register_autograd(_linear_autograd, setup_context=_linear_setup)
     schema=f"(Tensor logits, {_TENSORS}, {_REST}) -> {_FORWARD}",
 )
 def _logits_forward(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    call = _checked(_call(logits, arguments[:3], _Rest(*arguments[3:])))
+    rest = _Rest(*arguments[3:])
+    call = _checked(_call(logits, arguments[:3], rest), rest.validate)
     statistics = logits_rows(logits, call) if len(call.labels) else _nothing(logits)
-    return _results(statistics, call, len(logits), logits.shape[1])
+    return _results(statistics, call, rest.validate, len(logits), logits.shape[1])
 
 
 @_logits_forward.register_fake

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from rlhf_losses import compiled, validation
-from rlhf_losses.kernels import reference
+from rlhf_losses.kernels import host_read, reference
 from rlhf_losses.kernels.autograd import LinearStatistics, LogitsStatistics
 from rlhf_losses.kernels.backends import BackendChoice, choose_backend, free_bytes
 from rlhf_losses.kernels.call import Call, packed
 from rlhf_losses.kernels.gemm import accumulator_dtype, with_separate_rows
-from rlhf_losses.kernels.host_read import capturing
 from rlhf_losses.kernels.statistics import CallStats, TokenStats
 from rlhf_losses.kernels.transform import LogitTransform
 
@@ -217,6 +216,11 @@ def logits_call(
 def logits_statistics(flat: Tensor, call: Call, inplace_backward: bool) -> CallStats:
     """What ``logits_call`` has prepared -> every statistic asked for, [N], and maybe others."""
     if isinstance(call, compiled.TracedCall):
+        if inplace_backward:
+            raise ValueError(
+                "inplace_backward: expected False under torch.compile, which must know what is written over, got True; "
+                "leave it out, or this call out of the compiled code (torch.compiler.disable)"
+            )
         return compiled.logits_statistics(flat, call)
     if len(call.labels) == 0:
         return _nothing(len(flat), flat[:0].sum())
@@ -225,11 +229,6 @@ def logits_statistics(flat: Tensor, call: Call, inplace_backward: bool) -> CallS
         packed = reference.logits_statistics(picked, call.labels, call.transform, call.ignore_index, call.omega)
         return _scattered(packed, call.rows, len(flat))
     return CallStats(*LogitsStatistics.apply(flat, call, inplace_backward))
-
-
-def without_host() -> bool:
-    """Whether the host can't be asked how many tokens count: under torch.compile, and in a CUDA graph."""
-    return torch.compiler.is_compiling() or capturing()
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -272,12 +271,32 @@ def _prepare(
     if labels.dtype.itemsize < 4:
         # Compared as they are, -100 and the vocabulary's size would wrap around.
         labels = labels.int()
+    if torch.compiler.is_compiling() or host_read.capturing():
+        if backend == "reference" or cache_bytes != 0:
+            raise ValueError(
+                "expected cache_bytes=0 and a back end other than the reference under torch.compile and in a CUDA "
+                f"graph, got cache_bytes={cache_bytes!r} and backend={backend!r}; both need the host's answers. Leave "
+                "them out, or this call (torch.compiler.disable)"
+            )
+        if mask is not None:
+            # Any ignore_index fits 64 bits.
+            labels = labels.long().masked_fill(mask.reshape(-1) == 0, ignore_index)
     if torch.compiler.is_compiling():
-        return compiled.traced_call(
-            labels, mask, transform, wanted, ignore_index, backend, workspace_bytes, cache_bytes, validate
+        return compiled.TracedCall(
+            labels,
+            None,
+            transform,
+            wanted,
+            ignore_index,
+            backend,
+            workspace_bytes,
+            validate=validate,
+            masked=mask is not None,
         )
-    validation.check_arrived()
     choice = choose_backend(backend, labels.device, dtype)
+    if host_read.capturing():
+        return Call(labels, None, transform, wanted, ignore_index, choice.name, workspace_bytes)
+    validation.check_arrived()
     if not torch.is_grad_enabled():
         cache_bytes = 0
     elif isinstance(cache_bytes, str):
@@ -309,11 +328,6 @@ def _scattered(stats: CallStats, rows: Tensor | None, count: int) -> CallStats:
 
 def _finish(stats: CallStats, call: Call, vocab: int, shape: torch.Size, validate: str) -> TokenStats:
     """Only what was asked for, in the labels' shape. The labels' check comes last: its launches delay no kernel."""
-    validation.check_labels(call.labels, call.rows, vocab, call.ignore_index, validate)
-    return TokenStats(
-        **{
-            name: values.reshape(shape)
-            for name, values in stats._asdict().items()
-            if values is not None and name in call.wanted
-        }
-    )
+    validation.check_labels(call, vocab, validate, stats)
+    asked = {name: getattr(stats, name) for name in TokenStats._fields if name in call.wanted}
+    return TokenStats(**{name: values.reshape(shape) for name, values in asked.items()})

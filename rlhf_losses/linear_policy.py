@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rlhf_losses import validation
-from rlhf_losses.functions import ONE_PASS_WORKSPACE_BYTES, head_call, head_statistics, without_host
+from rlhf_losses.functions import ONE_PASS_WORKSPACE_BYTES, head_call, head_statistics
+from rlhf_losses.kernels import host_read
 from rlhf_losses.kernels.one_pass import OnePass
 from rlhf_losses.kernels.statistics import CallStats
 from rlhf_losses.policy import LossOutput, PolicyLossConfig, loss_of_rows, require_kinds
@@ -87,7 +88,8 @@ def linear_policy_loss(
     wants_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, head, head_bias)
     )
-    two_passes = flat.mixes_tokens(config) or call.backend == "reference" or without_host()
+    no_host = torch.compiler.is_compiling() or host_read.capturing()
+    two_passes = flat.mixes_tokens(config) or call.backend == "reference" or no_host
     if two_passes or not wants_gradient or len(call.labels) == 0:
         stats = head_statistics(hidden, head, head_bias, call)
         loss, metrics = loss_of_rows(stats, flat, config)
@@ -105,6 +107,6 @@ def linear_policy_loss(
         with torch.no_grad():
             metrics = loss_of_rows(stats, flat, config).metrics
     # Last, so that its launches delay no kernel.
-    validation.check_labels(call.labels, call.rows, len(head), call.ignore_index, validate)
+    validation.check_labels(call, len(head), validate, stats)
     metrics["passes"] = torch.full_like(metrics["policy_loss"], 2.0 if two_passes and wants_gradient else 1.0)
     return LossOutput(loss, metrics)

@@ -1,5 +1,6 @@
 """Checks of what a caller passes, and the errors that wait for the next call (``validate="async"``)."""
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlhf_losses.kernels import host_read
+from rlhf_losses.kernels.call import Call
 from rlhf_losses.kernels.host_read import HostRead
-from rlhf_losses.kernels.statistics import OUTPUTS, has_column
+from rlhf_losses.kernels.statistics import OUTPUTS, CallStats, has_column
 from rlhf_losses.kernels.transform import usable_temperatures
 
 VALIDATE = ("async", "sync", "off")
@@ -18,30 +21,29 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class _Findings:
-    """What a check of labels found, on its way to the host: how many are bad, the place and value of the first."""
+    """A check of labels on its way to the host: ``read`` is NaN if one may be bad.
+
+    Which one it is takes a dozen small steps, taken if it comes to that. Until then the labels are kept.
+    """
 
     read: HostRead
-    count: int
+    labels: Tensor
+    rows: Tensor | None
     vocab: int
     ignore_index: int
 
-    @classmethod
-    def of(cls, labels: Tensor, rows: Tensor | None, vocab: int, ignore_index: int) -> "_Findings":
-        bad = (labels != ignore_index) & ~has_column(labels, vocab)
-        first = bad.int().argmax().view(1)
-        # Read now: by the time that anybody asks, other labels may lie in the same memory.
-        at = first if rows is None else rows[first]
-        found = torch.cat((bad.sum().view(1), at, labels[first].long()))
-        return cls(HostRead(found), len(labels), vocab, ignore_index)
-
     def message(self) -> str | None:
-        bad, at, label = self.read.wait().tolist()
-        if not bad:
+        if not math.isnan(self.read.wait()):
             return None
+        bad = _bad(self.labels, self.vocab, self.ignore_index).nonzero().squeeze(1)
+        if len(bad) == 0:
+            # The NaN came with the hidden states or the head.
+            return None
+        at = int(bad[0] if self.rows is None else self.rows[bad[0]])
         return (
             f"labels: expected 0 <= label < {self.vocab} (the rows of the head) or ignore_index {self.ignore_index}, "
-            f"got {label} at token {at} ({bad} such of {self.count}); mask that token, or compare the "
-            "tokenizer's vocabulary with the head's"
+            f"got {int(self.labels[bad[0]])} at token {at} ({len(bad)} such of {len(self.labels)}); mask that token, "
+            "or compare the tokenizer's vocabulary with the head's"
         )
 
 
@@ -72,17 +74,37 @@ def _raise_for(due: Callable[[_Findings], bool]) -> None:
         raise ValueError("an earlier call got bad input, its tokens are NaN:\n" + "\n".join(messages))
 
 
-def check_labels(labels: Tensor, rows: Tensor | None, vocab: int, ignore_index: int, validate: str) -> None:
-    """labels [N] of the given tokens: raise for a bad one now ("sync"), at a later call ("async"), or never ("off")."""
-    if torch.compiler.is_compiling() or validate == "off" or len(labels) == 0:
-        # A compiled call is checked by its op (compiled.py).
+def check_labels(call: Call, vocab: int, validate: str, found: CallStats | None = None) -> None:
+    """The labels that count: raise for a bad one now ("sync"), at a later call ("async"), or never ("off").
+
+    ``found`` are the call's statistics: NaN for every bad label, so that one sum of them asks for all.
+    """
+    labels, rows, ignore_index = call.labels, call.rows, call.ignore_index
+    # A traced call is checked by its op; in a CUDA graph there is nobody to tell.
+    if validate == "off" or call.traced or host_read.capturing() or len(labels) == 0:
         return
-    findings = _Findings.of(labels, rows, vocab, ignore_index)
+    numbers = next((x for x in found or () if x is not None and x.is_floating_point()), None)
+    if numbers is None:
+        numbers = torch.where(_bad(labels, vocab, ignore_index), torch.nan, 0.0)
+    if validate == "async":
+        # By the time that anybody asks, other labels may lie in the same memory.
+        labels, rows = _on_host(labels), None if rows is None else _on_host(rows)
+    findings = _Findings(HostRead(numbers.detach().sum()), labels, rows, vocab, ignore_index)
     if validate == "async":
         with _lock:
             _pending.append(findings)
     elif message := findings.message():
         raise ValueError(message)
+
+
+def _on_host(values: Tensor) -> Tensor:
+    """A copy, which has arrived when a later ``HostRead`` has. (Of a GPU's memory, a graph's pool may allow nothing.)"""
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return copy.copy_(values, non_blocking=True)
+
+
+def _bad(labels: Tensor, vocab: int, ignore_index: int) -> Tensor:
+    return (labels != ignore_index) & ~has_column(labels, vocab)
 
 
 def require_plain(**tensors: Tensor | None) -> None:

@@ -21,7 +21,7 @@ from helpers import (
 )
 
 from rlhf_losses import linear_log_probs
-from rlhf_losses.kernels import call
+from rlhf_losses.kernels import call, gemm
 from rlhf_losses.kernels.tiles import Tile
 
 
@@ -292,3 +292,16 @@ def test_argmax_of_a_tie_is_the_lowest_index(backend):
     weight[[70, 71, 599], 0] = 5
     labels = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     assert linear_log_probs(logits, weight, labels, outputs=("argmax",), backend=backend).argmax.item() == 70
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 64, 150])
+@pytest.mark.parametrize("bytes_", [1, 100, 2**20])
+def test_a_matrix_is_narrowed_in_its_own_memory(rows, bytes_, monkeypatch):
+    monkeypatch.setattr(gemm, "_NARROWING_BYTES", bytes_)
+    wide = torch.randn(rows, 5, device=DEVICE)
+    want, memory = (2 * wide).to(HALF), wide.data_ptr()
+    got = gemm.narrowed(wide, HALF, lambda out, x: out.copy_(2 * x))
+    assert got.dtype == HALF
+    assert torch.equal(got, want)
+    # What fits the buffer is the buffer.
+    assert (got.data_ptr() == memory) == (rows > max(1, bytes_ // 10))

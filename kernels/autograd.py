@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf_losses.kernels.backends import operations
-from rlhf_losses.kernels.call import Call, linear_gradients, linear_rows, logits_gradient, logits_rows, unpack
+from rlhf_losses.kernels.call import Call, linear_gradients, linear_rows, logits_gradient, logits_rows, pack, unpack
 from rlhf_losses.kernels.statistics import CallStats, Kept, RowStatistics
 
 
@@ -87,7 +87,7 @@ class Recomputed(LinearStatistics):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, found: RowStatistics):
         # Aliases: these get a gradient, what was found has none.
-        statistics = RowStatistics(*(None if x is None else _pack(x.detach(), call.rows) for x in found))
+        statistics = RowStatistics(*(None if x is None else pack(x.detach(), call.rows) for x in found))
         _save(ctx, call, statistics, None, hidden, weight, bias)
         return _outputs(ctx, statistics, call, len(hidden))
 

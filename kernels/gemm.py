@@ -86,7 +86,7 @@ def with_separate_rows(matrix: Tensor) -> Tensor:
 
 
 def narrowed(wide: Tensor, dtype: torch.dtype, write: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> Tensor:
-    """``wide`` [M, N] rounded to ``dtype`` in its own memory, which it gives up; in new where it is small or transposed.
+    """``wide`` [M, N] rounded to ``dtype`` in its own memory, which it gives up; in new if small or a transposed view.
 
     A second buffer would cost as much as half of the accumulator. Rows are narrowed in doubling blocks [k, 2k): the
     block's narrow form lands where the rows before it have already been read. The first block passes through a small

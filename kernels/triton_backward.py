@@ -137,7 +137,7 @@ def _write_product_gradient(
         inside = labels if problem.transform.softcap is not None else None
         arguments = (problem.hidden, problem.weight, inside, *rows, problem.transform, result)
         product_gradient_kernel[grid](*arguments, *stretch, **problem.constants, **OPTIONS)
-        if inside is None:
+        if inside is None and coefficients.y is not None:
             width = problem.tile.columns
             _label_gradient_kernel[(cdiv(problem.rows, _LABELS),)](
                 labels,

@@ -54,10 +54,10 @@ _FORWARD_FIELDS = ("shift", "norm", *CallStats._fields)
 _FORWARD = f"({', '.join(['Tensor'] * len(_FORWARD_FIELDS))})"
 # What a backward gets beside tensors and call: of ``RowStatistics`` what it uses, and the gradients of ``CallStats``.
 _BACKWARD = (
-    "Tensor shift, Tensor norm, Tensor? entropy, Tensor? sum_p_squared, "
+    "Tensor shift, Tensor norm, Tensor? log_probs, Tensor? entropy, Tensor? sum_p_squared, "
     "Tensor? d_log_probs, Tensor? d_entropy, Tensor? d_logsumexp, Tensor? d_sum_p_squared, Tensor? d_weighted"
 )
-_STATISTICS = ("shift", "norm", "entropy", "sum_p_squared")
+_STATISTICS = ("shift", "norm", "log_probs", "entropy", "sum_p_squared")
 
 
 class _Rest(NamedTuple):
@@ -198,12 +198,12 @@ def _linear_backward(hidden: Tensor, weight: Tensor, bias: Tensor | None, *argum
 
 def _split(arguments: tuple) -> tuple:
     """Of a backward: the call's tensors, statistics, upstream gradients, what is needed, the call's rest."""
-    return arguments[:3], arguments[3:7], arguments[7:12], arguments[12], _Rest(*arguments[13:])
+    return arguments[:3], arguments[3:8], arguments[8:13], arguments[13], _Rest(*arguments[14:])
 
 
 @_linear_backward.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    given = (x if need else None for x, need in zip((hidden, weight, bias), arguments[12], strict=True))
+    given = (x if need else None for x, need in zip((hidden, weight, bias), arguments[13], strict=True))
     return tuple(hidden.new_empty(0) if x is None else x.new_empty(x.shape) for x in given)
 
 
@@ -243,7 +243,7 @@ def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     schema=f"(Tensor logits, {_TENSORS}, {_BACKWARD}, {_REST}) -> Tensor",
 )
 def _logits_backward(logits: Tensor, *arguments: Any) -> Tensor:
-    tensors, statistics, upstream, rest = arguments[:3], arguments[3:7], arguments[7:12], _Rest(*arguments[12:])
+    tensors, statistics, upstream, rest = arguments[:3], arguments[3:8], arguments[8:13], _Rest(*arguments[13:])
     call = _call(logits, tensors, rest)
     return logits_gradient(logits, call, _statistics(call, statistics), (*upstream, None), in_place=False)
 

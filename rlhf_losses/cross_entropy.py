@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_losses import validation
-from rlhf_losses.functions import ONE_PASS_WORKSPACE_BYTES, head_call, head_statistics, logits_call, logits_statistics
+from rlhf_losses.functions import (
+    ONE_PASS_WORKSPACE_BYTES,
+    head_call,
+    head_statistics,
+    logits_call,
+    logits_statistics,
+    no_host,
+)
 from rlhf_losses.kernels.autograd import Call, Recomputed, unpack
 from rlhf_losses.kernels.gemm import accumulator_dtype
 from rlhf_losses.kernels.one_pass import OnePass
@@ -89,7 +96,7 @@ def linear_cross_entropy(
 
     The one pass holds gradients from the call to the backward, those of the parameters at the call. A smoothed loss of
     soft-capped logits in 16 bits, of which the kept exponentials do not say enough, takes two passes with triton, and
-    so does backend="reference".
+    so do backend="reference" and every call under torch.compile or in a CUDA graph.
     """
     settings = _Settings(reduction, label_smoothing, z_loss, class_weight, outputs)
     hidden, head, head_bias, call = head_call(
@@ -112,7 +119,7 @@ def linear_cross_entropy(
     wants_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, head, head_bias)
     )
-    one_pass = reduction != "none" and call.backend != "reference" and call.can_keep(hidden.dtype)
+    one_pass = not no_host() and reduction != "none" and call.backend != "reference" and call.can_keep(hidden.dtype)
     if one_pass and wants_gradient and len(call.labels) > 0:
         if workspace_bytes is None and call.backend == "triton":
             call = replace(call, workspace_bytes=ONE_PASS_WORKSPACE_BYTES)
@@ -122,7 +129,7 @@ def linear_cross_entropy(
         stats = head_statistics(hidden, head, head_bias, call)
         loss = terms.loss(stats, slice(None))
     # Last, so that its launches delay no kernel.
-    validation.check_labels(call.labels, call.rows, len(head), call.ignore_index, validate)
+    validation.check_labels(call, len(head), validate, stats)
     return terms.output(loss, stats)
 
 
@@ -167,7 +174,7 @@ def cross_entropy(
     )
     call, terms = settings.terms(call, labels, logits.shape[-1], logits.dtype)
     stats = logits_statistics(flat, call, inplace_backward)
-    validation.check_labels(call.labels, call.rows, logits.shape[-1], call.ignore_index, validate)
+    validation.check_labels(call, logits.shape[-1], validate, stats)
     return terms.output(terms.loss(stats, slice(None)), stats)
 
 

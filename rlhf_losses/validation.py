@@ -98,7 +98,7 @@ def check_labels(call: Call, vocab: int, validate: str, found: CallStats | None 
 
 
 def _on_host(values: Tensor) -> Tensor:
-    """A copy, which has arrived when a later ``HostRead`` has. (Of a GPU's memory, a graph's pool may allow nothing.)"""
+    """A copy, which has arrived when a later ``HostRead`` has. (Of a GPU's, a graph's pool may allow nothing.)"""
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return copy.copy_(values, non_blocking=True)
 

@@ -14,6 +14,7 @@ from rlhf_losses import (
     PolicyLossConfig,
     check,
     compiled,
+    linear_cross_entropy,
     linear_log_probs,
     linear_policy_loss,
     log_probs_from_logits,
@@ -241,3 +242,20 @@ def test_the_ops_are_what_they_declare(per_token):
     torch.library.opcheck(compiled._linear_forward, (hidden, weight, bias, labels, temperatures, None, *rest))
     torch.library.opcheck(compiled._linear_forward, (hidden, weight, None, labels, temperatures, None, *rest))
     torch.library.opcheck(compiled._logits_forward, (hidden, labels % DEPTH, temperatures, None, *rest))
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}, {"reduction": "none"}])
+def test_the_cross_entropy_in_a_whole_graph(options):
+    hidden, weight = (torch.randn(*shape, dtype=torch.float64).requires_grad_() for shape in ((3, 7, 16), (50, 16)))
+    labels = torch.randint(50, (3, 7))
+    labels[0, 2:] = -100
+
+    def loss(hidden, weight):
+        out = linear_cross_entropy(hidden, weight, labels, **options)
+        return out.loss.sum() + 0.1 * out.entropy.mean()
+
+    expected = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(hidden, weight), (hidden, weight))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)

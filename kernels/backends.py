@@ -97,6 +97,7 @@ class Operations(NamedTuple):
     """The functions that a back end is."""
 
     linear_forward: Callable
+    linear_prepare: Callable
     linear_backward: Callable
     logits_forward: Callable
     logits_backward: Callable
@@ -111,8 +112,8 @@ def operations(backend: str) -> Operations:
     if backend == "triton":
         from rlhf_losses.kernels import triton_backward, triton_forward, triton_kept, triton_logits, triton_scale
 
-        logits, kept = (triton_logits,) * 2, (triton_kept,) * 2
-        modules: tuple = (triton_forward, triton_backward, *logits, *kept, triton_scale)
+        backward, logits, kept = ((module,) * 2 for module in (triton_backward, triton_logits, triton_kept))
+        modules: tuple = (triton_forward, *backward, *logits, *kept, triton_scale)
     else:
         from rlhf_losses.kernels import chunked
 

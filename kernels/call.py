@@ -181,21 +181,28 @@ def linear_gradients(
 
     ``statistics`` and ``kept`` are those of the call's rows; ``upstream`` [M] are the gradients of ``CallStats``.
     """
+    back_end = operations(call.backend)
+    rows, transform = pack(hidden, call.rows), call.transform.with_bias(bias)
+
+    def before_the_wait() -> tuple[HostRead | None, object]:
+        finite = all_finite(weight) if needs[0] else None
+        return finite, back_end.linear_prepare(rows, weight, transform) if kept is None else None
+
     with without_autocast(hidden):
-        call, statistics, coefficients, tokens, finite = _backward_step(
-            call, statistics, upstream, lambda: all_finite(weight) if needs[0] else None
-        )
+        call, statistics, coefficients, tokens, early = _backward_step(call, statistics, upstream, before_the_wait)
+        finite, prepared = early or (None, None)
         if len(call.labels) == 0:
             inputs = zip((hidden, weight, bias), needs, strict=True)
             d_hidden, d_weight, d_bias = (torch.zeros_like(x) if need else None for x, need in inputs)
             return d_hidden, d_weight, d_bias
-        rows, source = pack(hidden, call.rows), None
+        source = None
         if host_read.capturing():
             # Ones, of which a head's row of -inf makes -inf; zeros would make NaN.
             rows, kept = torch.where(tokens[:, None], rows, 1.0), None
-        elif kept is not None and tokens is not None:
-            source = tokens[tokens < len(kept.values)]
-        d_hidden, d_weight, d_bias = operations(call.backend).linear_backward(
+        elif tokens is not None:
+            rows, prepared = rows[tokens], None
+            source = None if kept is None else tokens[tokens < len(kept.values)]
+        d_hidden, d_weight, d_bias = back_end.linear_backward(
             rows,
             weight,
             finite,
@@ -207,6 +214,7 @@ def linear_gradients(
             call.workspace_bytes,
             kept,
             source,
+            prepared,
         )
     return (
         None if d_hidden is None else unpack(d_hidden, call.rows, len(hidden)),

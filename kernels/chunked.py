@@ -170,6 +170,10 @@ def kept_gradient(
     return da
 
 
+def linear_prepare(hidden: Tensor, weight: Tensor, transform: LogitTransform) -> None:
+    """Nothing of ``linear_backward`` can be done before its coefficients are known."""
+
+
 def linear_backward(
     hidden: Tensor,
     weight: Tensor,
@@ -182,10 +186,11 @@ def linear_backward(
     workspace_bytes: int,
     kept: Kept | None = None,
     source: Tensor | None = None,
+    prepared: None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden [N, H], weight [V, H] and bias [V], None where ``needs`` says so; summed in fp32.
 
-    ``finite`` says whether ``weight`` is, where d_hidden is wanted (gemm.finite_for_product).
+    ``finite`` says whether ``weight`` is, None where nobody asks or can (gemm.finite_for_product).
     The first rows are the ones of ``kept``, or as many as ``source`` holds, at its places in ``kept``.
     """
     wide = accumulator_dtype(hidden.dtype)

@@ -26,7 +26,7 @@ from rlhf_losses.kernels.tiles import tiles_per_stretch
 from rlhf_losses.kernels.transform import LogitTransform
 from rlhf_losses.kernels.triton_gradient import label_gradient, product_gradient_tile, row_coefficients, with_label
 from rlhf_losses.kernels.triton_kept import write_kept_gradient
-from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context, tile_of
+from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context, overlapped_kernels, tile_of
 from rlhf_losses.kernels.triton_tile import grouped, label_columns, product_tile, transform_tile
 
 # Rows of a program that writes the labels' da.
@@ -130,13 +130,11 @@ def _write_product_gradient(
             strides = (problem.stride_n, problem.stride_v, out.stride(0))
             _product_gradient_kernel[grid](*arguments, *strides, *stretch, **problem.constants)
             return
-        from rlhf_losses.kernels.hopper_gradient import product_gradient_kernel
-        from rlhf_losses.kernels.hopper_tile import OPTIONS
-
+        kernels = overlapped_kernels()
         # Under a soft cap the slope at the label is known to the tile alone, to all of its digits.
         inside = labels if problem.transform.softcap is not None else None
         arguments = (problem.hidden, problem.weight, inside, *rows, problem.transform, result)
-        product_gradient_kernel[grid](*arguments, *stretch, **problem.constants, **OPTIONS)
+        kernels.product_gradient[grid](*arguments, *stretch, **problem.constants, **kernels.options)
         if inside is None and coefficients.y is not None:
             width = problem.tile.columns
             _label_gradient_kernel[(cdiv(problem.rows, _LABELS),)](
@@ -154,6 +152,11 @@ def _write_product_gradient(
             )
 
 
+def linear_prepare(hidden: Tensor, weight: Tensor, transform: LogitTransform) -> Problem:
+    """The part of ``linear_backward`` that can be done before anybody knows its coefficients."""
+    return Problem.of(hidden, weight, transform)
+
+
 def linear_backward(
     hidden: Tensor,
     weight: Tensor,
@@ -166,11 +169,13 @@ def linear_backward(
     workspace_bytes: int,
     kept: Kept | None = None,
     source: Tensor | None = None,
+    prepared: Problem | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden [N, H], weight [V, H] and bias [V], None where ``needs`` says so.
 
-    ``finite`` says whether ``weight`` is, where d_hidden is wanted (gemm.finite_for_product).
+    ``finite`` says whether ``weight`` is, None where nobody asks or can (gemm.finite_for_product).
     The first rows are the ones of ``kept``, or as many as ``source`` holds, at its places in ``kept``.
+    ``prepared`` is what ``linear_prepare`` has made of hidden and weight.
     The workspace holds at least one tile's columns of all rows, even where ``workspace_bytes`` is less.
     """
     need_hidden, need_weight, need_bias = needs
@@ -180,11 +185,13 @@ def linear_backward(
     def of(part: slice | Tensor) -> tuple[Tensor, LogitTransform, RowStatistics, Coefficients]:
         return labels[part], transform.for_rows(part), of_rows(statistics, part), coefficients.for_rows(part)
 
-    kept_part = of(slice(known))
+    kept_part = of(slice(known)) if known else ()
     if known:
         # An index copies: for vectors that start where no tensor does, a kernel would be compiled once more.
         labels, transform, statistics, coefficients = of(torch.arange(known, rows, device=hidden.device))
-    problem = Problem.of(hidden[known:], weight, transform) if known < rows else None
+    problem = prepared
+    if problem is None and known < rows:
+        problem = Problem.of(hidden[known:], weight, transform)
     width = tile_of(weight).columns
     tiles = cdiv(vocab, width)
     most = max(1, workspace_bytes // (rows * width * hidden.element_size()))

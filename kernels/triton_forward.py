@@ -25,7 +25,7 @@ from torch import Tensor
 from rlhf_losses.kernels.statistics import Kept, RowStatistics
 from rlhf_losses.kernels.transform import LogitTransform
 from rlhf_losses.kernels.triton_math import LN2, finite_shift, log2
-from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context
+from rlhf_losses.kernels.triton_problem import Problem, Transform, cdiv, launch_context, overlapped_kernels
 from rlhf_losses.kernels.triton_tile import (
     NO_COLUMN,
     absorb_tile,
@@ -264,11 +264,8 @@ def linear_forward(
         stretches = (rows, keep_rows, vocab, splits)
         grid = (problem.programs(splits),)
         if problem.overlapped:
-            from rlhf_losses.kernels import hopper_statistics, hopper_tile
-
-            hopper_statistics.statistics_kernel[grid](
-                *arguments, *stretches, **problem.constants, **hopper_tile.OPTIONS
-            )
+            kernels = overlapped_kernels()
+            kernels.statistics[grid](*arguments, *stretches, **problem.constants, **kernels.options)
         else:
             strides = (problem.stride_n, problem.stride_v)
             _statistics_kernel[grid](*arguments, *strides, *stretches, **problem.constants)

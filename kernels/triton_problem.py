@@ -72,6 +72,24 @@ def has_overlapped_kernels(limits: DeviceLimits) -> bool:
 
 
 @functools.cache
+class OverlappedKernels(NamedTuple):
+    """The Hopper kernels, and the options that they start with."""
+
+    statistics: Any
+    product_gradient: Any
+    options: dict[str, int]
+
+
+def overlapped_kernels() -> OverlappedKernels:
+    """Imported where they are used alone."""
+    from rlhf_losses.kernels.hopper_gradient import product_gradient_kernel
+    from rlhf_losses.kernels.hopper_statistics import statistics_kernel
+    from rlhf_losses.kernels.hopper_tile import OPTIONS
+
+    return OverlappedKernels(statistics_kernel, product_gradient_kernel, OPTIONS)
+
+
+@functools.cache
 def _triton_has_descriptors() -> bool:
     """From Triton 3.4."""
     return find_spec("triton.tools.tensor_descriptor") is not None

@@ -45,7 +45,7 @@ def linear_log_probs(
     Args:
         hidden_states: [..., H], any strides; fp16, bf16, fp32, or fp64 (reference and chunked back ends).
         weight: [V, H], the head, of the same dtype. Under torch.autocast both are cast, and gradients come back in
-            the parameters' own dtype.
+            the parameters' own dtype. A row of -inf switches a token off; other infinities make NaN, as in torch.
         labels: [...], integers, the sampled tokens, already shifted: labels[i] is scored by hidden_states[i].
         bias: [V], added to the raw product.
         temperature: a number, or a tensor with one value per token or per sequence (leading dimensions of labels).
@@ -66,6 +66,9 @@ def linear_log_probs(
             again: 2 bytes and a little per logit (triton, 16 bits; 4 elsewhere) make it 6 instead of 8 products' worth,
             for as many tokens as fit. "auto" takes half of the memory that is free at the call. Nothing is kept where
             no gradient can be asked for, and by the reference, which keeps all.
+
+    Under torch.compile this is a custom op. In a CUDA graph all tokens are multiplied, and neither labels nor
+    temperatures are checked. Both want cache_bytes=0.
 
     Returns:
         ``TokenStats`` with the fields asked for, shaped like labels, fp32 (fp64 for fp64 inputs).

@@ -98,7 +98,7 @@ def check_labels(call: Call, vocab: int, validate: str, found: CallStats | None 
 
 
 def _on_host(values: Tensor) -> Tensor:
-    """A copy, which has arrived when a later ``HostRead`` has. (Of a GPU's, a graph's pool may allow nothing.)"""
+    """A copy, arrived when a later ``HostRead`` has. (In a GPU's memory it might be held in the pool of a graph.)"""
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return copy.copy_(values, non_blocking=True)
 

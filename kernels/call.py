@@ -186,7 +186,8 @@ def linear_gradients(
 
     def before_the_wait() -> tuple[HostRead | None, object]:
         finite = all_finite(weight) if needs[0] else None
-        return finite, back_end.linear_prepare(rows, weight, transform) if kept is None else None
+        whole = kept is None and len(rows) > 0
+        return finite, back_end.linear_prepare(rows, weight, transform) if whole else None
 
     with without_autocast(hidden):
         call, statistics, coefficients, tokens, early = _backward_step(call, statistics, upstream, before_the_wait)

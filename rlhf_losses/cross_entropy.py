@@ -19,8 +19,8 @@ from rlhf_losses.functions import (
     head_statistics,
     logits_call,
     logits_statistics,
-    no_host,
 )
+from rlhf_losses.kernels import host_read
 from rlhf_losses.kernels.autograd import Call, Recomputed, unpack
 from rlhf_losses.kernels.gemm import accumulator_dtype
 from rlhf_losses.kernels.one_pass import OnePass
@@ -119,7 +119,8 @@ def linear_cross_entropy(
     wants_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, head, head_bias)
     )
-    one_pass = not no_host() and reduction != "none" and call.backend != "reference" and call.can_keep(hidden.dtype)
+    no_host = torch.compiler.is_compiling() or host_read.capturing()
+    one_pass = not no_host and reduction != "none" and call.backend != "reference" and call.can_keep(hidden.dtype)
     if one_pass and wants_gradient and len(call.labels) > 0:
         if workspace_bytes is None and call.backend == "triton":
             call = replace(call, workspace_bytes=ONE_PASS_WORKSPACE_BYTES)

@@ -243,11 +243,6 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     return hidden.to(dtype), weight.to(dtype), bias
 
 
-def no_host() -> bool:
-    """Whether a call can't wait for the device: a compiler traces it, or it is recorded into a CUDA graph."""
-    return torch.compiler.is_compiling() or host_read.capturing()
-
-
 def _prepare(
     *,
     labels: Tensor,
@@ -279,7 +274,8 @@ def _prepare(
     if labels.dtype.itemsize < 4:
         # Compared as they are, -100 and the vocabulary's size would wrap around.
         labels = labels.int()
-    if no_host():
+    # Not in a function of its own: where the graph breaks, that would be compiled alone, and answer True.
+    if torch.compiler.is_compiling() or host_read.capturing():
         if backend == "reference" or cache_bytes != 0:
             raise ValueError(
                 "expected cache_bytes=0 and a back end other than the reference under torch.compile and in a CUDA "

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rlhf_losses import validation
-from rlhf_losses.functions import ONE_PASS_WORKSPACE_BYTES, head_call, head_statistics, no_host
+from rlhf_losses.functions import ONE_PASS_WORKSPACE_BYTES, head_call, head_statistics
+from rlhf_losses.kernels import host_read
 from rlhf_losses.kernels.one_pass import OnePass
 from rlhf_losses.kernels.statistics import CallStats
 from rlhf_losses.policy import LossOutput, PolicyLossConfig, loss_of_rows, require_kinds
@@ -87,7 +88,8 @@ def linear_policy_loss(
     wants_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, head, head_bias)
     )
-    two_passes = flat.mixes_tokens(config) or call.backend == "reference" or no_host()
+    no_host = torch.compiler.is_compiling() or host_read.capturing()
+    two_passes = flat.mixes_tokens(config) or call.backend == "reference" or no_host
     if two_passes or not wants_gradient or len(call.labels) == 0:
         stats = head_statistics(hidden, head, head_bias, call)
         loss, metrics = loss_of_rows(stats, flat, config)

@@ -253,12 +253,15 @@ def test_when_one_pass_is_taken(fused):
 def products(monkeypatch):
     """Names of the back end's functions that multiply hidden states and head, as they are called."""
     from rlhf_losses.kernels import chunked
+    from rlhf_losses.kernels.backends import operations
 
     calls = []
     for name in ("linear_forward", "linear_backward"):
         real = getattr(chunked, name)
         monkeypatch.setattr(chunked, name, lambda *args, _real=real, _name=name: calls.append(_name) or _real(*args))
-    return calls
+    operations.cache_clear()
+    yield calls
+    operations.cache_clear()
 
 
 def test_logits_are_multiplied_once_unless_another_output_has_a_gradient(products):

@@ -71,7 +71,6 @@ def has_overlapped_kernels(limits: DeviceLimits) -> bool:
     return known and limits.vendor == "cuda" and limits.capability == 90 and not interpreting()
 
 
-@functools.cache
 class OverlappedKernels(NamedTuple):
     """The Hopper kernels, and the options that they start with."""
 
@@ -80,6 +79,7 @@ class OverlappedKernels(NamedTuple):
     options: dict[str, int]
 
 
+@functools.cache
 def overlapped_kernels() -> OverlappedKernels:
     """Imported where they are used alone."""
     from rlhf_losses.kernels.hopper_gradient import product_gradient_kernel

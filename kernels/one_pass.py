@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from rlhf_losses.kernels.autograd import first_order
 from rlhf_losses.kernels.backends import operations
@@ -69,7 +70,8 @@ def _value_and_upstream(
     objective: Objective, statistics: RowStatistics, rows: slice | Tensor, wanted: frozenset[str], unit: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The loss of some tokens, and its gradients by all of ``CallStats`` but argmax, over ``unit``."""
-    with torch.enable_grad():
+    # This graph is gone before the call returns. The caller's hooks (checkpoint's run the forward again) are for hers.
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         given = [getattr(statistics, name) if name in wanted else None for name in CallStats._fields]
         leaves = [None if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in given]
         value = objective(CallStats(*leaves), rows)

@@ -6,9 +6,17 @@ import pytest
 import torch
 from cases import FEATURES, random_inputs
 from helpers import DEVICE, DTYPE, HALF, PARAMETERS, Allocations, assert_right, dtypes_of
+from torch.utils.checkpoint import checkpoint
 
 import rlhf_losses
-from rlhf_losses import PolicyBatch, PolicyLossConfig, linear_log_probs, linear_policy_loss, policy_loss
+from rlhf_losses import (
+    PolicyBatch,
+    PolicyLossConfig,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_policy_loss,
+    policy_loss,
+)
 from rlhf_losses.kernels import one_pass
 from rlhf_losses.policy_losses import POLICY_LOSSES
 
@@ -204,6 +212,45 @@ def test_second_backward_says_why_not(fused):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="expected one backward, got a second"):
         loss.backward()
+
+
+def _cross_entropy(hidden, inputs, fused):
+    return linear_cross_entropy(hidden, inputs.weight, inputs.labels, z_loss=0.1, outputs=(), backend=fused).loss
+
+
+def _policy(hidden, inputs, fused):
+    return linear_policy_loss(hidden, inputs.weight, inputs.labels, batch_of(inputs), CONFIG, backend=fused).loss
+
+
+@pytest.mark.parametrize("call", [_cross_entropy, _policy])
+def test_checkpoint_runs_the_function_twice(call, fused):
+    inputs = random_inputs((20,), 129, 16, DEVICE)
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    layer, runs = torch.nn.Linear(16, 16, device=DEVICE), []
+
+    def function(hidden):
+        runs.append(1)
+        return call(torch.nn.functional.dropout(layer(hidden), 0.5), inputs, fused)
+
+    torch.manual_seed(0)
+    want = torch.autograd.grad(function(hidden), (hidden, weight, layer.weight))
+    runs.clear()
+    torch.manual_seed(0)
+    loss = checkpoint(function, hidden, use_reentrant=False)
+    got = torch.autograd.grad(loss, (hidden, weight, layer.weight))
+    assert len(runs) == 2
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("call", [_cross_entropy, _policy])
+def test_hooks_of_saved_tensors_see_nothing_of_the_loss(call, fused):
+    inputs = random_inputs((20,), 129, 16, DEVICE)
+    hidden = inputs.hidden.requires_grad_()
+    want = torch.autograd.grad(call(hidden, inputs, fused), hidden)[0]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: 0 * x, lambda x: x):
+        loss = call(hidden, inputs, fused)
+    assert torch.equal(torch.autograd.grad(loss, hidden)[0], want)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 from helpers import ROOT, Allocations, assert_close_to_truth, script
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("rlhf_losses.integrations.transformers")
@@ -449,6 +450,20 @@ def test_accelerates_mixed_precision(batch, unwrap):
         assert not torch.equal(prepared(**batch).loss, loss)
     unfuse_head(prepared)
     assert prepared(**batch).logits.dtype == torch.float32
+
+
+def test_a_checkpoint_around_the_whole_model(batch):
+    model = tiny(attention_dropout=0.5).train()
+    fuse_head(model)
+    torch.manual_seed(0)
+    want = step(model, batch)
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss = checkpoint(
+        lambda ids: model(input_ids=ids, labels=batch["labels"]).loss, batch["input_ids"], use_reentrant=False
+    )
+    loss.backward()
+    assert_same_step((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), want)
 
 
 def test_compiled(batch):

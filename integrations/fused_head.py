@@ -13,6 +13,7 @@ import functools
 import inspect
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -267,6 +268,20 @@ def _lora_head_forward(self: nn.Module, hidden_states: Tensor, *args, request=No
 _HEAD_FORWARDS = (_head_forward, _lora_head_forward)
 
 
+class Entrance:
+    """In the head's place: calls what this thread has in ``stand_ins``, else the head; asked for all else, the head."""
+
+    def __init__(self, head: nn.Module, stand_ins: dict[int, Callable]):
+        self.head, self.stand_ins = head, stand_ins
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.head, name)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.stand_ins.get(threading.get_ident(), self.head)(*args, **kwargs)
+
+
 class FusedHead:
     """What a fused model knows of its head; a subclass says what its forward does."""
 
@@ -304,6 +319,8 @@ class FusedHead:
     def head_of(self, model: nn.Module) -> nn.Module:
         """The head as it is now (PEFT may have put a layer around it), made to answer a request."""
         head = model.get_output_embeddings()
+        if isinstance(head, Entrance):  # another thread is in the model's forward
+            head = head.head
         if not (isinstance(head, nn.Module) and _answering(head)):
             raise ValueError(
                 f"{type(model).__name__}: expected its head, bare, in a LoRA layer or in modules_to_save, to be an "

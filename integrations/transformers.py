@@ -12,6 +12,7 @@ own: the shift of the labels, ``num_items_in_batch``, auxiliary losses of expert
 ``generate`` too, it is the model that it was.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from rlhf_losses import LinearCrossEntropyLoss, linear_cross_entropy
 from rlhf_losses.integrations.fused_head import (
     CHECKED_TOKENS,
+    Entrance,
     FusedHead,
     HeadOptions,
     attach,
@@ -31,6 +33,9 @@ from rlhf_losses.integrations.fused_head import (
     without_dropout,
 )
 from rlhf_losses.integrations.unwritten_logits import UnwrittenLogits
+
+# Who enters and who leaves a model's forward; one for all models, since a lock can't be copied with one.
+_entering = threading.Lock()
 
 
 def fuse_head(
@@ -92,12 +97,14 @@ class _TrainedHead(FusedHead):
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.in_eval = in_eval
         self.places: list[tuple[nn.Module, str]] = []
+        self.stand_ins: dict[int, _StandIn] = {}  # of the threads that are in the model's forward
 
+    @torch.compiler.disable(recursive=False)  # the model's own forward below it is compiled
     def forward(self, model: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not (model.training or self.in_eval) or not self._has_labels(args, kwargs):
             return original(*args, **kwargs)
         head = self.head_of(model)
-        stand_in = _StandIn(self, model, head)
+        stand_in = _StandIn(self, model, head, threading.get_ident())
         with self._standing_in(model, head, stand_in):
             try:
                 output = original(*args, **kwargs)
@@ -123,16 +130,25 @@ class _TrainedHead(FusedHead):
 
     @contextmanager
     def _standing_in(self, model: nn.Module, head: nn.Module, stand_in: "_StandIn") -> Iterator[None]:
-        """Wherever the model has its head as an attribute, the instance's dictionary hides it: it stays registered."""
-        if not self.places or any(module._modules.get(name) is not head for module, name in self.places):
-            self.places = [(x, name) for x in model.modules() for name, child in x._modules.items() if child is head]
-        for module, name in self.places:
-            vars(module)[name] = stand_in
+        """Wherever the model has its head as an attribute, the instance's dictionary hides it: it stays registered.
+
+        What hides it is an entrance, behind which each thread that calls the model finds its own.
+        """
+        with _entering:
+            if not self.places or any(module._modules.get(name) is not head for module, name in self.places):
+                self.places = [
+                    (x, name) for x in model.modules() for name, child in x._modules.items() if child is head
+                ]
+            self.stand_ins[stand_in.thread] = stand_in
+            for module, name in self.places:
+                vars(module)[name] = Entrance(head, self.stand_ins)
         try:
             yield
         finally:
-            for module, name in self.places:
-                del vars(module)[name]
+            with _entering:
+                del self.stand_ins[stand_in.thread]
+                for module, name in self.places if not self.stand_ins else ():
+                    del vars(module)[name]
 
     def loss(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: "_Loss") -> dict[str, Tensor]:
         loss = linear_cross_entropy(
@@ -168,14 +184,11 @@ class _Loss:
 
 
 class _StandIn:
-    """Takes the head's place in the model's forward; asked for anything but a call, it is the head."""
+    """Called in place of the head in one call of the model's forward."""
 
-    def __init__(self, fused: _TrainedHead, model: nn.Module, head: nn.Module):
-        self.fused, self.model, self.head = fused, model, head
+    def __init__(self, fused: _TrainedHead, model: nn.Module, head: nn.Module, thread: int):
+        self.fused, self.model, self.head, self.thread = fused, model, head, thread
         self.state = "not called"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.head, name)
 
     def __call__(self, hidden_states: Tensor) -> UnwrittenLogits:
         self.state = "described"
@@ -187,6 +200,7 @@ class _StandIn:
                 self.product = sample.dtype
         return UnwrittenLogits(hidden_states, _layer(self.head).out_features, self._loss, sample)
 
+    @torch.compiler.disable
     def _loss(
         self,
         hidden_states: Tensor,

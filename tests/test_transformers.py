@@ -1,6 +1,7 @@
 """Supervised training with a fused head: what stays the model's own, what is refused, and who may wrap the model."""
 
 import copy
+import threading
 from importlib.util import find_spec
 
 import pytest
@@ -373,6 +374,43 @@ def test_heads_that_are_no_linear_layer_are_refused():
 def test_unfusing_what_is_not_fused():
     with pytest.raises(ValueError, match="expected a model whose head has been fused"):
         unfuse_head(tiny())
+
+
+def test_threads_that_share_a_model(batch):
+    model = tiny()
+    ids = batch["input_ids"]
+    logits = model(input_ids=ids).logits
+    fuse_head(model)
+    want = step(model, batch)
+    inside, asked, done = threading.Barrier(3, timeout=60), threading.Barrier(3, timeout=60), []
+    thread_of_logits = threading.get_ident()
+
+    def body_is_done(module, given, output):
+        # Two threads are before the head of the fused forward when the third calls it, and leave it one by one.
+        if threading.get_ident() != thread_of_logits:
+            inside.wait()
+            asked.wait()
+
+    def train(name):
+        done.append((name, model(**batch)))
+
+    handle = model.model.register_forward_hook(body_is_done)
+    threads = [threading.Thread(target=train, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    got = model(input_ids=ids).logits
+    asked.wait()
+    for thread in threads:
+        thread.join()
+    handle.remove()
+    assert torch.equal(got, logits)
+    assert sorted(name for name, _ in done) == ["a", "b"]
+    for _, output in done:
+        assert output.logits is None
+        torch.testing.assert_close(output.loss.detach(), want[0])
+    assert "lm_head" not in vars(model)
+    assert isinstance(model.lm_head, nn.Linear)
 
 
 # The description of logits

@@ -9,6 +9,7 @@ What the model does to its logits is read from its config, and what was read is 
 a few tokens before the first scores are given out.
 """
 
+import copy
 import functools
 import inspect
 import math
@@ -182,7 +183,8 @@ def detach(model: nn.Module) -> None:
 def _own_forward(module: nn.Module) -> Any:
     """The function that the instance has as its forward, or what else it has; None for its class's forward."""
     forward = vars(module).get("forward")
-    return getattr(forward, "__func__", forward)
+    function = getattr(forward, "__func__", forward)
+    return None if function is type(module).forward else function
 
 
 def _refuse_second_owner(model: nn.Module, head: nn.Module) -> None:
@@ -219,7 +221,7 @@ def _answering(head: nn.Module) -> bool:
     """
     head = head_layer(head)
     if hasattr(head, "lora_A"):
-        if "forward" not in vars(head):
+        if _own_forward(head) is None:
             head.forward = MethodType(_lora_head_forward, head)
         return isinstance(head.get_base_layer(), nn.Linear)
     copies = getattr(head, "modules_to_save", None)
@@ -227,7 +229,7 @@ def _answering(head: nn.Module) -> bool:
         return all(_answering(layer) for layer in (head.original_module, *copies.values()))
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
-    if "forward" not in vars(head):
+    if _own_forward(head) is None:
         head.forward = MethodType(_head_forward, head)
     return True
 
@@ -266,6 +268,9 @@ def _lora_head_forward(self: nn.Module, hidden_states: Tensor, *args, request=No
 
 
 _HEAD_FORWARDS = (_head_forward, _lora_head_forward)
+# pickle writes a method down by its name: a saved model has its classes' forwards, as if it had never been fused.
+for _forward in _HEAD_FORWARDS:
+    _forward.__name__ = "forward"
 
 
 class Entrance:
@@ -292,6 +297,14 @@ class FusedHead:
         self.options = options
         self.transform = transform
         self.checked = False
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # saved with its model, which is saved without it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FusedHead":
+        other = memo[id(self)] = object.__new__(type(self))
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
 
     def forward(self, model: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError

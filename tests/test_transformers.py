@@ -529,6 +529,26 @@ def test_copies_are_models_of_their_own(batch):
     assert model(**batch).logits is None
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_saved_models_are_unfused(batch, adapted, tmp_path):
+    model = tiny()
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head"]))
+    fuse_head(model)
+    want = step(model, batch)
+    torch.save(model, tmp_path / "model.pt")
+    assert model(**batch).logits is None
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert loaded(**batch).logits is not None
+    assert_same_step(step(loaded, batch), want)
+    fuse_head(loaded)
+    assert loaded(**batch).logits is None
+    assert_same_step(step(loaded, batch), want)
+    unfuse_head(loaded)
+    assert not [module for module in loaded.modules() if "forward" in vars(module)]
+
+
 def rows():
     generator = torch.Generator().manual_seed(0)
     made = []

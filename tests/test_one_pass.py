@@ -210,7 +210,7 @@ def test_second_backward_says_why_not(fused):
     with pytest.raises(RuntimeError, match="create_graph=True"):
         torch.autograd.grad(loss, hidden, create_graph=True)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="expected one backward, got a second"):
+    with pytest.raises(RuntimeError, match=r"got a second.*backend='reference'"):
         loss.backward()
 
 

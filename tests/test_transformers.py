@@ -194,6 +194,25 @@ def test_labels_outside_of_the_vocabulary(batch):
         model(**batch)
 
 
+@pytest.mark.parametrize("way", ["reference", "unfused"])
+def test_a_second_backward_names_its_ways_out(batch, way):
+    model = tiny()
+    fuse_head(model)
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"unfuse_head, or fuse_head\(model, backend='reference'\)"):
+        loss.backward()
+    unfuse_head(model)
+    if way == "reference":
+        fuse_head(model, backend="reference")
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    first = model.lm_head.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, 2 * first)
+
+
 def test_no_logits_are_written():
     model = tiny(vocab_size=2000, num_hidden_layers=1)
     ids = torch.randint(1, 2000, (2, 400))

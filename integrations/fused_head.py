@@ -205,6 +205,13 @@ def _refuse_second_owner(model: nn.Module, head: nn.Module) -> None:
                 f"{name}: expected the forward of its class, but {what} has one of its own, which would be lost "
                 f"({vars(module)['forward']!r}; accelerate's hooks and some patches put it there); fuse the head first"
             )
+    for layer in head.modules():
+        hooks = [*layer._forward_hooks.values(), *layer._backward_hooks.values(), *layer._backward_pre_hooks.values()]
+        if hooks:
+            raise ValueError(
+                f"{name}: expected a head without forward and backward hooks, which look for logits that it won't write, "
+                f"got {hooks[0]!r}; remove it (its handle's .remove()), or train without the fused head"
+            )
 
 
 def head_layer(head: nn.Module) -> nn.Module:

@@ -353,8 +353,8 @@ def test_forwards_that_cannot_be_followed_are_refused(batch, kind, words):
 
 def test_a_head_that_gives_other_logits_is_refused_with_the_numbers(batch):
     model = tiny()
-    model.lm_head.register_forward_hook(lambda module, given, out: out * 1.5 if isinstance(out, torch.Tensor) else out)
     fuse_head(model)
+    model.lm_head.register_forward_hook(lambda module, given, out: out * 1.5 if isinstance(out, torch.Tensor) else out)
     with pytest.raises(ValueError, match=r"own numbers on 8 tokens within .* got errors of \{'log_probs': \d"):
         model(**batch)
 
@@ -381,6 +381,20 @@ def test_h9_one_owner():
         pick(model).forward = lambda *args, **kwargs: None
         with pytest.raises(ValueError, match="has one of its own, which would be lost"):
             fuse_head(model)
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_heads_with_hooks_are_refused(batch, kind):
+    def look_at_logits(*given):
+        return None
+
+    model = tiny()
+    handle = getattr(model.lm_head, f"register_{kind}")(look_at_logits)
+    with pytest.raises(ValueError, match=r"got <function .*look_at_logits .*; remove it"):
+        fuse_head(model)
+    handle.remove()
+    fuse_head(model)
+    assert model(**batch).logits is None
 
 
 def test_heads_that_are_no_linear_layer_are_refused():

@@ -209,8 +209,8 @@ def _refuse_second_owner(model: nn.Module, head: nn.Module) -> None:
         hooks = [*layer._forward_hooks.values(), *layer._backward_hooks.values(), *layer._backward_pre_hooks.values()]
         if hooks:
             raise ValueError(
-                f"{name}: expected a head without forward and backward hooks, which look for logits that it won't write, "
-                f"got {hooks[0]!r}; remove it (its handle's .remove()), or train without the fused head"
+                f"{name}: expected a head without forward and backward hooks, which would look for logits that are not "
+                f"written, got {hooks[0]!r}; remove it (its handle's .remove()), or train without the fused head"
             )
 
 

@@ -135,9 +135,10 @@ def fuse_head(
     ``translate`` makes a request out of a trainer's own positional and keyword arguments, taking out what is no
     argument of the model's body; None where the call is an ordinary one.
 
-    Raises ValueError where the head, the body or the logit transform is not understood, or somebody else has replaced
-    this model's forward with a fused one.
+    Raises TypeError for what is no such model, ValueError where the head, the body or the logit transform is not
+    understood, or somebody else has replaced this model's forward with a fused one.
     """
+    require_model(model)
     fused = _RequestedHead(options or HeadOptions(), logit_transform(model.config), translate)
     head = fused.head_of(model)
     body = getattr(model, model.base_model_prefix, None)
@@ -147,6 +148,17 @@ def fuse_head(
             f"got {type(body).__name__}"
         )
     attach(model, fused)
+
+
+def require_model(model: nn.Module) -> nn.Module:
+    """The model below PEFT's adapters; TypeError for what has no head to be fused."""
+    model = model.get_base_model() if isinstance(model, nn.Module) and hasattr(model, "get_base_model") else model
+    if not (isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings")):
+        raise TypeError(
+            f"model: expected a transformers model with a language model's head, or a PEFT model of one, got "
+            f"{type(model).__name__}; fuse it before anything else wraps it, and pass the model, not its name or head"
+        )
+    return model
 
 
 def attach(model: nn.Module, fused: "FusedHead") -> None:

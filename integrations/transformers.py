@@ -30,9 +30,14 @@ from rlhf_losses.integrations.fused_head import (
     detach,
     fused_head_of,
     head_layer,
+    require_model,
     without_dropout,
 )
-from rlhf_losses.integrations.unwritten_logits import UnwrittenLogits
+from rlhf_losses.integrations.unwritten_logits import Unfollowed, UnwrittenLogits
+
+# How far a forward has come.
+_CALLED = "that calls its head and takes no cross entropy of what it returns"
+_SCORED = "that takes the cross entropy"
 
 # Who enters and who leaves a model's forward; one for all models, since a lock can't be copied with one.
 _entering = threading.Lock()
@@ -63,11 +68,12 @@ def fuse_head(
         backend, workspace_bytes, validate: as for ``linear_cross_entropy``.
 
     Raises:
-        ValueError for a head that is no nn.Linear, for a forward that somebody else has replaced, and, at the first
-        loss, with the numbers, for a model whose own logits differ from the fused ones or can't be followed.
+        TypeError for what is no such model. ValueError for a head that is no nn.Linear or has hooks, for a forward that
+        somebody else has replaced, and, at the first loss, with the numbers, for a model whose own logits differ from
+        the fused ones or can't be followed.
     """
     options = HeadOptions(backend=backend, workspace_bytes=workspace_bytes, validate=validate)
-    attach(_without_adapters(model), _TrainedHead(options, label_smoothing, z_loss, in_eval))
+    attach(require_model(model), _TrainedHead(options, label_smoothing, z_loss, in_eval))
 
 
 def unfuse_head(model: nn.Module) -> None:
@@ -80,10 +86,6 @@ def unfuse_head(model: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__}: expected a model whose head has been fused, got one that has not")
     for module in fused:
         detach(module)
-
-
-def _without_adapters(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class _TrainedHead(FusedHead):
@@ -109,16 +111,16 @@ class _TrainedHead(FusedHead):
             try:
                 output = original(*args, **kwargs)
             except Exception as error:
-                if stand_in.state != "described":
+                if stand_in.state != _CALLED and not isinstance(error, Unfollowed):
                     raise
                 raise ValueError(
                     f"{type(model).__name__}: expected a forward that scales, caps and cuts its logits and takes their "
                     f"cross entropy, got one that does something else ({error}); train it without the fused head"
                 ) from error
-        if stand_in.state != "scored":
+        if stand_in.state != _SCORED:
             raise ValueError(
                 f"{type(model).__name__}: expected a forward that calls its head and takes the cross entropy of what "
-                f"it returns, got one whose head was {stand_in.state}; train it without the fused head"
+                f"it returns, got one {stand_in.state}; train it without the fused head"
             )
         return _without_logits(output)
 
@@ -188,10 +190,10 @@ class _StandIn:
 
     def __init__(self, fused: _TrainedHead, model: nn.Module, head: nn.Module, thread: int):
         self.fused, self.model, self.head, self.thread = fused, model, head, thread
-        self.state = "not called"
+        self.state = "that does not call its head"
 
     def __call__(self, hidden_states: Tensor) -> UnwrittenLogits:
-        self.state = "described"
+        self.state = _CALLED
         sample = None
         if not self.fused.checked and hidden_states.numel():
             self.checked_rows = hidden_states.detach().flatten(0, -2)[:CHECKED_TOKENS]
@@ -209,7 +211,7 @@ class _StandIn:
         sample: Tensor | None,
         settings: dict[str, Any],
     ) -> Tensor:
-        self.state = "scored"
+        self.state = _SCORED
         fused = self.fused
         if sample is not None:
             fused.transform = transform

@@ -333,13 +333,22 @@ class Unused(Clamped):
         return transformers.modeling_outputs.CausalLMOutput(hidden.square().mean(), self.lm_head(hidden))
 
 
+class Accurate(Clamped):
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids)[0])
+        loss = self.loss_function(logits, labels, VOCAB)
+        loss.accuracy = (logits.argmax(-1) == labels).float().mean()
+        return transformers.modeling_outputs.CausalLMOutput(loss, logits)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Clamped, "expected a forward that scales, caps and cuts its logits .* no attribute 'clamp'"),
+        (Accurate, "does something else .logits.argmax is asked for: expected .*; train it without the fused head"),
+        (Clamped, "expected a forward that scales, caps and cuts its logits .*logits.clamp is asked for"),
         (Biased, r"expected a forward that scales, caps and cuts its logits .*add\(\) is called"),
-        (Bypassed, "one whose head was not called"),
-        (Unused, "one whose head was described"),
+        (Bypassed, "got one that does not call its head"),
+        (Unused, "got one that calls its head and takes no cross entropy of what it returns"),
     ],
 )
 def test_forwards_that_cannot_be_followed_are_refused(batch, kind, words):
@@ -395,6 +404,22 @@ def test_heads_with_hooks_are_refused(batch, kind):
     handle.remove()
     fuse_head(model)
     assert model(**batch).logits is None
+
+
+@pytest.mark.parametrize("fuse", [fuse_head, fused_head.fuse_head])
+@pytest.mark.parametrize(
+    "given", [None, "gpt2", nn.Linear(2, 3), nn.Sequential(tiny()), transformers.LlamaForCausalLM], ids=str
+)
+def test_what_is_no_model_is_refused(given, fuse):
+    with pytest.raises(TypeError, match=rf"model: expected a transformers model .*, got {type(given).__name__}; fuse"):
+        fuse(given)
+
+
+def test_models_without_data_are_refused(batch):
+    model = tiny().to("meta")
+    fuse_head(model)
+    with pytest.raises(ValueError, match=r"hidden_states: .*the meta device; load the model's weights first"):
+        model(**{name: x.to("meta") for name, x in batch.items()})
 
 
 def test_heads_that_are_no_linear_layer_are_refused():

@@ -9,10 +9,12 @@ What the model does to its logits is read from its config, and what was read is 
 a few tokens before the first scores are given out.
 """
 
+import copy
 import functools
 import inspect
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,9 +135,10 @@ def fuse_head(
     ``translate`` makes a request out of a trainer's own positional and keyword arguments, taking out what is no
     argument of the model's body; None where the call is an ordinary one.
 
-    Raises ValueError where the head, the body or the logit transform is not understood, or somebody else has replaced
-    this model's forward with a fused one.
+    Raises TypeError for what is no such model, ValueError where the head, the body or the logit transform is not
+    understood, or somebody else has replaced this model's forward with a fused one.
     """
+    require_model(model)
     fused = _RequestedHead(options or HeadOptions(), logit_transform(model.config), translate)
     head = fused.head_of(model)
     body = getattr(model, model.base_model_prefix, None)
@@ -145,6 +148,17 @@ def fuse_head(
             f"got {type(body).__name__}"
         )
     attach(model, fused)
+
+
+def require_model(model: nn.Module) -> nn.Module:
+    """The model below PEFT's adapters; TypeError for what has no head to be fused."""
+    model = model.get_base_model() if isinstance(model, nn.Module) and hasattr(model, "get_base_model") else model
+    if not (isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings")):
+        raise TypeError(
+            f"model: expected a transformers model with a language model's head, or a PEFT model of one, got "
+            f"{type(model).__name__}; fuse it before anything else wraps it, and pass the model, not its name or head"
+        )
+    return model
 
 
 def attach(model: nn.Module, fused: "FusedHead") -> None:
@@ -181,7 +195,8 @@ def detach(model: nn.Module) -> None:
 def _own_forward(module: nn.Module) -> Any:
     """The function that the instance has as its forward, or what else it has; None for its class's forward."""
     forward = vars(module).get("forward")
-    return getattr(forward, "__func__", forward)
+    function = getattr(forward, "__func__", forward)
+    return None if function is type(module).forward else function
 
 
 def _refuse_second_owner(model: nn.Module, head: nn.Module) -> None:
@@ -202,6 +217,13 @@ def _refuse_second_owner(model: nn.Module, head: nn.Module) -> None:
                 f"{name}: expected the forward of its class, but {what} has one of its own, which would be lost "
                 f"({vars(module)['forward']!r}; accelerate's hooks and some patches put it there); fuse the head first"
             )
+    for layer in head.modules():
+        hooks = [*layer._forward_hooks.values(), *layer._backward_hooks.values(), *layer._backward_pre_hooks.values()]
+        if hooks:
+            raise ValueError(
+                f"{name}: expected a head without forward and backward hooks, which would look for logits that are not "
+                f"written, got {hooks[0]!r}; remove it (its handle's .remove()), or train without the fused head"
+            )
 
 
 def head_layer(head: nn.Module) -> nn.Module:
@@ -218,7 +240,7 @@ def _answering(head: nn.Module) -> bool:
     """
     head = head_layer(head)
     if hasattr(head, "lora_A"):
-        if "forward" not in vars(head):
+        if _own_forward(head) is None:
             head.forward = MethodType(_lora_head_forward, head)
         return isinstance(head.get_base_layer(), nn.Linear)
     copies = getattr(head, "modules_to_save", None)
@@ -226,7 +248,7 @@ def _answering(head: nn.Module) -> bool:
         return all(_answering(layer) for layer in (head.original_module, *copies.values()))
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
-    if "forward" not in vars(head):
+    if _own_forward(head) is None:
         head.forward = MethodType(_head_forward, head)
     return True
 
@@ -265,6 +287,23 @@ def _lora_head_forward(self: nn.Module, hidden_states: Tensor, *args, request=No
 
 
 _HEAD_FORWARDS = (_head_forward, _lora_head_forward)
+# pickle writes a method down by its name: a saved model has its classes' forwards, as if it had never been fused.
+for _forward in _HEAD_FORWARDS:
+    _forward.__name__ = "forward"
+
+
+class Entrance:
+    """In the head's place: calls what this thread has in ``stand_ins``, else the head; asked for all else, the head."""
+
+    def __init__(self, head: nn.Module, stand_ins: dict[int, Callable]):
+        self.head, self.stand_ins = head, stand_ins
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.head, name)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.stand_ins.get(threading.get_ident(), self.head)(*args, **kwargs)
 
 
 class FusedHead:
@@ -277,6 +316,14 @@ class FusedHead:
         self.options = options
         self.transform = transform
         self.checked = False
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # saved with its model, which is saved without it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FusedHead":
+        other = memo[id(self)] = object.__new__(type(self))
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
 
     def forward(self, model: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -304,6 +351,8 @@ class FusedHead:
     def head_of(self, model: nn.Module) -> nn.Module:
         """The head as it is now (PEFT may have put a layer around it), made to answer a request."""
         head = model.get_output_embeddings()
+        if isinstance(head, Entrance):  # another thread is in the model's forward
+            head = head.head
         if not (isinstance(head, nn.Module) and _answering(head)):
             raise ValueError(
                 f"{type(model).__name__}: expected its head, bare, in a LoRA layer or in modules_to_save, to be an "

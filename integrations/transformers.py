@@ -12,6 +12,7 @@ own: the shift of the labels, ``num_items_in_batch``, auxiliary losses of expert
 ``generate`` too, it is the model that it was.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,15 +23,24 @@ from torch import Tensor, nn
 from rlhf_losses import LinearCrossEntropyLoss, linear_cross_entropy
 from rlhf_losses.integrations.fused_head import (
     CHECKED_TOKENS,
+    Entrance,
     FusedHead,
     HeadOptions,
     attach,
     detach,
     fused_head_of,
     head_layer,
+    require_model,
     without_dropout,
 )
-from rlhf_losses.integrations.unwritten_logits import UnwrittenLogits
+from rlhf_losses.integrations.unwritten_logits import Unfollowed, UnwrittenLogits
+
+# How far a forward has come.
+_CALLED = "that calls its head and takes no cross entropy of what it returns"
+_SCORED = "that takes the cross entropy"
+
+# Who enters and who leaves a model's forward; one for all models, since a lock can't be copied with one.
+_entering = threading.Lock()
 
 
 def fuse_head(
@@ -58,11 +68,12 @@ def fuse_head(
         backend, workspace_bytes, validate: as for ``linear_cross_entropy``.
 
     Raises:
-        ValueError for a head that is no nn.Linear, for a forward that somebody else has replaced, and, at the first
-        loss, with the numbers, for a model whose own logits differ from the fused ones or can't be followed.
+        TypeError for what is no such model. ValueError for a head that is no nn.Linear or has hooks, for a forward that
+        somebody else has replaced, and, at the first loss, with the numbers, for a model whose own logits differ from
+        the fused ones or can't be followed.
     """
     options = HeadOptions(backend=backend, workspace_bytes=workspace_bytes, validate=validate)
-    attach(_without_adapters(model), _TrainedHead(options, label_smoothing, z_loss, in_eval))
+    attach(require_model(model), _TrainedHead(options, label_smoothing, z_loss, in_eval))
 
 
 def unfuse_head(model: nn.Module) -> None:
@@ -77,10 +88,6 @@ def unfuse_head(model: nn.Module) -> None:
         detach(module)
 
 
-def _without_adapters(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 class _TrainedHead(FusedHead):
     """Runs the model's own forward with logits that are not written."""
 
@@ -92,26 +99,28 @@ class _TrainedHead(FusedHead):
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.in_eval = in_eval
         self.places: list[tuple[nn.Module, str]] = []
+        self.stand_ins: dict[int, _StandIn] = {}  # of the threads that are in the model's forward
 
+    @torch.compiler.disable(recursive=False)  # the model's own forward below it is compiled
     def forward(self, model: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not (model.training or self.in_eval) or not self._has_labels(args, kwargs):
             return original(*args, **kwargs)
         head = self.head_of(model)
-        stand_in = _StandIn(self, model, head)
+        stand_in = _StandIn(self, model, head, threading.get_ident())
         with self._standing_in(model, head, stand_in):
             try:
                 output = original(*args, **kwargs)
             except Exception as error:
-                if stand_in.state != "described":
+                if stand_in.state != _CALLED and not isinstance(error, Unfollowed):
                     raise
                 raise ValueError(
                     f"{type(model).__name__}: expected a forward that scales, caps and cuts its logits and takes their "
                     f"cross entropy, got one that does something else ({error}); train it without the fused head"
                 ) from error
-        if stand_in.state != "scored":
+        if stand_in.state != _SCORED:
             raise ValueError(
                 f"{type(model).__name__}: expected a forward that calls its head and takes the cross entropy of what "
-                f"it returns, got one whose head was {stand_in.state}; train it without the fused head"
+                f"it returns, got one {stand_in.state}; train it without the fused head"
             )
         return _without_logits(output)
 
@@ -123,16 +132,25 @@ class _TrainedHead(FusedHead):
 
     @contextmanager
     def _standing_in(self, model: nn.Module, head: nn.Module, stand_in: "_StandIn") -> Iterator[None]:
-        """Wherever the model has its head as an attribute, the instance's dictionary hides it: it stays registered."""
-        if not self.places or any(module._modules.get(name) is not head for module, name in self.places):
-            self.places = [(x, name) for x in model.modules() for name, child in x._modules.items() if child is head]
-        for module, name in self.places:
-            vars(module)[name] = stand_in
+        """Wherever the model has its head as an attribute, the instance's dictionary hides it: it stays registered.
+
+        What hides it is an entrance, behind which each thread that calls the model finds its own.
+        """
+        with _entering:
+            if not self.places or any(module._modules.get(name) is not head for module, name in self.places):
+                self.places = [
+                    (x, name) for x in model.modules() for name, child in x._modules.items() if child is head
+                ]
+            self.stand_ins[stand_in.thread] = stand_in
+            for module, name in self.places:
+                vars(module)[name] = Entrance(head, self.stand_ins)
         try:
             yield
         finally:
-            for module, name in self.places:
-                del vars(module)[name]
+            with _entering:
+                del self.stand_ins[stand_in.thread]
+                for module, name in self.places if not self.stand_ins else ():
+                    del vars(module)[name]
 
     def loss(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, request: "_Loss") -> dict[str, Tensor]:
         loss = linear_cross_entropy(
@@ -168,17 +186,14 @@ class _Loss:
 
 
 class _StandIn:
-    """Takes the head's place in the model's forward; asked for anything but a call, it is the head."""
+    """Called in place of the head in one call of the model's forward."""
 
-    def __init__(self, fused: _TrainedHead, model: nn.Module, head: nn.Module):
-        self.fused, self.model, self.head = fused, model, head
-        self.state = "not called"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.head, name)
+    def __init__(self, fused: _TrainedHead, model: nn.Module, head: nn.Module, thread: int):
+        self.fused, self.model, self.head, self.thread = fused, model, head, thread
+        self.state = "that does not call its head"
 
     def __call__(self, hidden_states: Tensor) -> UnwrittenLogits:
-        self.state = "described"
+        self.state = _CALLED
         sample = None
         if not self.fused.checked and hidden_states.numel():
             self.checked_rows = hidden_states.detach().flatten(0, -2)[:CHECKED_TOKENS]
@@ -187,6 +202,7 @@ class _StandIn:
                 self.product = sample.dtype
         return UnwrittenLogits(hidden_states, _layer(self.head).out_features, self._loss, sample)
 
+    @torch.compiler.disable
     def _loss(
         self,
         hidden_states: Tensor,
@@ -195,7 +211,7 @@ class _StandIn:
         sample: Tensor | None,
         settings: dict[str, Any],
     ) -> Tensor:
-        self.state = "scored"
+        self.state = _SCORED
         fused = self.fused
         if sample is not None:
             fused.transform = transform

@@ -23,6 +23,10 @@ class Unfollowed(ValueError):
     """The model does something to its logits that can't be done to hidden states."""
 
 
+class _NoSuchAttribute(Unfollowed, AttributeError):
+    """What ``hasattr`` asks for as well."""
+
+
 class UnwrittenLogits:
     """Logits [..., V] of ``hidden_states`` [..., H], for which ``loss`` computes the cross entropy.
 
@@ -62,6 +66,12 @@ class UnwrittenLogits:
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NoSuchAttribute(
+            f"logits.{name} is asked for: expected a scale, a cap, some rows or the cross entropy of logits that are "
+            "not written"
+        )
 
     def _with(self, hidden_states: Tensor | None = None, each: Callable[[Tensor], Tensor] | None = None):
         """The same description of other rows, or with something done to each logit."""

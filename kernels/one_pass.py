@@ -203,8 +203,9 @@ class OnePass(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError(
                 "expected one backward, got a second; the gradients are computed with the loss, in one pass, and the "
-                "first backward has given them away. Compute the loss again, or take linear_log_probs (and "
-                "policy_loss), or linear_cross_entropy with reduction='none', whose graph can be kept"
+                "first backward has given them away. Compute the loss again, or take a loss whose graph can be kept: "
+                "linear_log_probs and policy_loss, linear_cross_entropy with reduction='none', or backend='reference', "
+                "which holds all logits; of a fused model, unfuse_head, or fuse_head(model, backend='reference')"
             )
         gradients, ctx.gradients = ctx.gradients, None
         if d_loss is None:

@@ -79,7 +79,8 @@ def linear_cross_entropy(
             as for ``linear_log_probs``. Labels are not shifted here: labels[i] is scored by hidden_states[i].
         reduction: "none", a loss per token; "sum"; or "mean", divided by the number of tokens that count, the
             cross entropy with class_weight by the sum of their labels' weights. Where no token counts, everything is 0,
-            and so are the gradients (torch: NaN).
+            and so are the gradients (torch: NaN); where tokens count and their weights sum to 0, NaN or infinite, as in
+            torch.
         label_smoothing: in [0, 1]: the target is 1 - label_smoothing at the label, and 1 / V of the rest everywhere.
         z_loss: coefficient of logsumexp^2, which is added to each token's loss, no matter what its class weighs.
         class_weight: [V], weights of the classes, in the smoothed part of the target too, as in torch.
@@ -303,7 +304,7 @@ class _Settings:
             unpack(counts, call.rows, labels.numel()),
             of_label,
             largest=None if weights is None else weights.amax(),
-            total=torch.where(total == 0, 1.0, total),
+            total=torch.where(count == 0, 1.0, total),
             count=count.clamp(min=1.0),
         )
 

@@ -51,8 +51,9 @@ def linear_log_probs(
         temperature: a number, or a tensor with one value per token or per sequence (leading dimensions of labels).
         softcap: Gemma 2's final_logit_softcapping.
         logit_scale: multiplies the product (Cohere's logit_scale; for Granite pass 1 / logits_scaling).
-        mask: [...], bool or 0/1. Tokens with 0, like those whose label is ignore_index, are not multiplied: their
-            outputs are 0, their gradients exactly 0, whatever their hidden states and labels hold.
+        mask: [...], bool or 0/1 of any real dtype: what is not 0 counts, 0.5, -1 and NaN too; no weights. Tokens with
+            0, like those whose label is ignore_index, are not multiplied: their outputs are 0, their gradients exactly
+            0, whatever their hidden states and labels hold.
         outputs: which fields of ``TokenStats`` to compute: "log_probs", "entropy", "logsumexp", "sum_p_squared",
             "argmax".
         backend: "auto", "triton", "chunked" or "reference"; ``backend_for`` says what "auto" takes and why.
@@ -162,6 +163,7 @@ def head_call(
 ) -> tuple[Tensor, Tensor, Tensor | None, Call]:
     """Arguments of ``linear_log_probs``, checked: hidden states [N, H], weight and bias as multiplied, and the call."""
     validation.require_plain(hidden_states=hidden_states, weight=weight, bias=bias)
+    validation.require_data("hidden_states", hidden_states)
     hidden_states, weight, bias = _autocast(hidden_states, weight, bias)
     validation.require_head(hidden_states, weight, bias)
     validation.require_tokens(labels, options["mask"], hidden_states.shape[:-1], hidden_states, "hidden_states")
@@ -201,6 +203,7 @@ def logits_call(
 ) -> tuple[Tensor, Call]:
     """Arguments of ``log_probs_from_logits``, checked: logits [N, V], and the call."""
     validation.require_plain(logits=logits)
+    validation.require_data("logits", logits)
     if logits.dim() < 1 or logits.shape[-1] == 0:
         raise ValueError(f"logits: expected [..., V] with at least one entry, got {list(logits.shape)}")
     if logits.dtype not in validation.DTYPES:

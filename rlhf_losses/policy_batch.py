@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rlhf_losses import validation
 from rlhf_losses.aggregation import Sequences, token_weights
 from rlhf_losses.kernels.gemm import accumulator_dtype
 from rlhf_losses.policy_losses import LOG_RATIO_BOUND, POLICY_LOSSES
@@ -26,7 +27,8 @@ class PolicyBatch:
     all is one. Nested (jagged): as they are.
 
     advantages         of each token
-    mask               tokens that count: bool or 0/1; all if None. What the others hold does not matter
+    mask               tokens that count: bool or 0/1, where all that is not 0 is 1; all if None. What the others hold
+                       does not matter
     old_log_probs      of the policy that is improved on; None on the policy itself, where the ratio is 1
     ref_log_probs      of the reference policy, for kl_coefficient
     rollout_log_probs  as the sampler computed them, for rollout_correction
@@ -135,6 +137,8 @@ class FlatBatch:
         """Of a batch shaped like ``like``, which errors call ``name``; ``counts`` [N] bool leaves out more tokens."""
         sequences = _sequences(name, like, batch.cu_seqlens)
         given_mask = flat_values("mask", batch.mask, name, like)
+        if given_mask is not None:
+            validation.require_real_mask(given_mask)
         mask = torch.ones_like(sequences.index, dtype=torch.bool) if given_mask is None else given_mask != 0
         if counts is not None:
             mask = mask & counts

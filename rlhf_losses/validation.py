@@ -120,6 +120,14 @@ def require_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
 
 
+def require_data(name: str, tensor: Tensor) -> None:
+    if tensor.device.type == "meta":
+        raise ValueError(
+            f"{name}: expected a tensor with data, got one on the meta device; load the model's weights first "
+            "(from_pretrained, or to_empty() and load_state_dict())"
+        )
+
+
 def _require_plain(name: str, tensor: Tensor) -> None:
     if hasattr(tensor, "device_mesh"):
         raise TypeError(
@@ -190,9 +198,15 @@ def require_tokens(labels: Tensor, mask: Tensor | None, leading: torch.Size, bes
     _require_device("labels", labels, beside)
     if mask is not None:
         require_tensor("mask", mask)
+        require_real_mask(mask)
         if mask.shape != labels.shape:
             raise ValueError(f"mask: expected shape {list(labels.shape)}, that of labels, got {list(mask.shape)}")
         _require_device("mask", mask, beside)
+
+
+def require_real_mask(mask: Tensor) -> None:
+    if mask.is_complex():
+        raise TypeError(f"mask: expected a bool tensor, or 0 and 1 of a real dtype, got {mask.dtype}; pass mask != 0")
 
 
 def per_token_temperature(temperature: float | Tensor, labels: Tensor) -> float | Tensor:

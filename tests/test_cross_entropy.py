@@ -313,13 +313,26 @@ def test_nothing_that_counts_is_0_and_not_nan(nothing, reduction, fused):
     assert out.loss.shape == (labels.shape if reduction == "none" else ())
 
 
-def test_class_weights_of_0_count_for_nothing(fused):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_mean_by_weights_that_sum_to_0_divides_by_it(share, smoothing, fused):
+    # All of the weights are 0, or those of the labels alone.
     inputs = random_inputs((12,), 129, 16, DEVICE)
-    hidden, weight, labels = ready(inputs)
-    weights = torch.zeros(129, device=DEVICE)
-    loss = linear_cross_entropy(hidden, weight, labels, class_weight=weights, backend=fused).loss
-    assert loss == 0
-    assert all((x == 0).all() for x in torch.autograd.grad(loss, (hidden, weight)))
+    weights = torch.full((129,), share, device=DEVICE).index_fill(0, inputs.labels, 0.0)
+    options = {"label_smoothing": smoothing, "reduction": "mean"}
+    for dtype in (torch.float16, torch.float32):
+        hidden, weight, labels = ready(inputs.to(dtype))
+        got = linear_cross_entropy(hidden, weight, labels, class_weight=weights, backend=fused, **options).loss
+        want = functional.cross_entropy(hidden.float() @ weight.float().T, labels, weights, **options)
+        # torch adds 0 / 0 to what smoothing gives over 0: NaN; in one sum that is infinite.
+        assert not want.isfinite()
+        assert got.isnan() if smoothing == 0.0 else not got.isfinite()
+        for x in torch.autograd.grad(got, (hidden, weight)):
+            assert not x.isfinite().any()
+    options["reduction"] = "sum"
+    loss = linear_cross_entropy(hidden, weight, labels, class_weight=weights, backend=fused, **options).loss
+    want = functional.cross_entropy(hidden @ weight.T, labels, weights, **options)
+    torch.testing.assert_close(loss, want)
 
 
 def test_a_label_out_of_range_is_no_plausible_number(fused):

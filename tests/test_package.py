@@ -5,6 +5,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -267,6 +268,19 @@ def test_wheel_holds_every_source_file(wheel):
     assert not [name for name in names if "results" in name]
     assert "rlhf_losses/py.typed" in names
     assert not [name for name in names if "test" in name.lower()]
+
+
+def test_readme_shows_the_error_that_comes():
+    text = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(import torch\nfrom rlhf_losses .*?)```", text, re.DOTALL)
+    call, shown = re.search(r"```python\n(linear_log_probs\(.*?\))\n# ValueError: (.*?)\n```", text, re.DOTALL).groups()
+    names = {}
+    exec(example, names)
+    with pytest.raises(ValueError, match="labels: expected") as raised:
+        exec(call, names)
+    # Which label it is changes from run to run.
+    label = r"got \d{4} at"
+    assert re.sub(label, "", shown.replace("\n#", "")) == re.sub(label, "", str(raised.value))
 
 
 def test_installed_wheel_works_from_another_folder(wheel, tmp_path):

@@ -1,6 +1,7 @@
 """Supervised training with a fused head: what stays the model's own, what is refused, and who may wrap the model."""
 
 import copy
+import threading
 from importlib.util import find_spec
 
 import pytest
@@ -193,6 +194,25 @@ def test_labels_outside_of_the_vocabulary(batch):
         model(**batch)
 
 
+@pytest.mark.parametrize("way", ["reference", "unfused"])
+def test_a_second_backward_names_its_ways_out(batch, way):
+    model = tiny()
+    fuse_head(model)
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"unfuse_head, or fuse_head\(model, backend='reference'\)"):
+        loss.backward()
+    unfuse_head(model)
+    if way == "reference":
+        fuse_head(model, backend="reference")
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    first = model.lm_head.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, 2 * first)
+
+
 def test_no_logits_are_written():
     model = tiny(vocab_size=2000, num_hidden_layers=1)
     ids = torch.randint(1, 2000, (2, 400))
@@ -313,13 +333,22 @@ class Unused(Clamped):
         return transformers.modeling_outputs.CausalLMOutput(hidden.square().mean(), self.lm_head(hidden))
 
 
+class Accurate(Clamped):
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids)[0])
+        loss = self.loss_function(logits, labels, VOCAB)
+        loss.accuracy = (logits.argmax(-1) == labels).float().mean()
+        return transformers.modeling_outputs.CausalLMOutput(loss, logits)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Clamped, "expected a forward that scales, caps and cuts its logits .* no attribute 'clamp'"),
+        (Accurate, "does something else .logits.argmax is asked for: expected .*; train it without the fused head"),
+        (Clamped, "expected a forward that scales, caps and cuts its logits .*logits.clamp is asked for"),
         (Biased, r"expected a forward that scales, caps and cuts its logits .*add\(\) is called"),
-        (Bypassed, "one whose head was not called"),
-        (Unused, "one whose head was described"),
+        (Bypassed, "got one that does not call its head"),
+        (Unused, "got one that calls its head and takes no cross entropy of what it returns"),
     ],
 )
 def test_forwards_that_cannot_be_followed_are_refused(batch, kind, words):
@@ -333,8 +362,8 @@ def test_forwards_that_cannot_be_followed_are_refused(batch, kind, words):
 
 def test_a_head_that_gives_other_logits_is_refused_with_the_numbers(batch):
     model = tiny()
-    model.lm_head.register_forward_hook(lambda module, given, out: out * 1.5 if isinstance(out, torch.Tensor) else out)
     fuse_head(model)
+    model.lm_head.register_forward_hook(lambda module, given, out: out * 1.5 if isinstance(out, torch.Tensor) else out)
     with pytest.raises(ValueError, match=r"own numbers on 8 tokens within .* got errors of \{'log_probs': \d"):
         model(**batch)
 
@@ -363,6 +392,36 @@ def test_h9_one_owner():
             fuse_head(model)
 
 
+@pytest.mark.parametrize("kind", ["forward_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_heads_with_hooks_are_refused(batch, kind):
+    def look_at_logits(*given):
+        return None
+
+    model = tiny()
+    handle = getattr(model.lm_head, f"register_{kind}")(look_at_logits)
+    with pytest.raises(ValueError, match=r"got <function .*look_at_logits .*; remove it"):
+        fuse_head(model)
+    handle.remove()
+    fuse_head(model)
+    assert model(**batch).logits is None
+
+
+@pytest.mark.parametrize("fuse", [fuse_head, fused_head.fuse_head])
+@pytest.mark.parametrize(
+    "given", [None, "gpt2", nn.Linear(2, 3), nn.Sequential(tiny()), transformers.LlamaForCausalLM], ids=str
+)
+def test_what_is_no_model_is_refused(given, fuse):
+    with pytest.raises(TypeError, match=rf"model: expected a transformers model .*, got {type(given).__name__}; fuse"):
+        fuse(given)
+
+
+def test_models_without_data_are_refused(batch):
+    model = tiny().to("meta")
+    fuse_head(model)
+    with pytest.raises(ValueError, match=r"hidden_states: .*the meta device; load the model's weights first"):
+        model(**{name: x.to("meta") for name, x in batch.items()})
+
+
 def test_heads_that_are_no_linear_layer_are_refused():
     model = tiny()
     model.set_output_embeddings(nn.Sequential(model.lm_head))
@@ -373,6 +432,43 @@ def test_heads_that_are_no_linear_layer_are_refused():
 def test_unfusing_what_is_not_fused():
     with pytest.raises(ValueError, match="expected a model whose head has been fused"):
         unfuse_head(tiny())
+
+
+def test_threads_that_share_a_model(batch):
+    model = tiny()
+    ids = batch["input_ids"]
+    logits = model(input_ids=ids).logits
+    fuse_head(model)
+    want = step(model, batch)
+    inside, asked, done = threading.Barrier(3, timeout=60), threading.Barrier(3, timeout=60), []
+    thread_of_logits = threading.get_ident()
+
+    def body_is_done(module, given, output):
+        # Two threads are before the head of the fused forward when the third calls it, and leave it one by one.
+        if threading.get_ident() != thread_of_logits:
+            inside.wait()
+            asked.wait()
+
+    def train(name):
+        done.append((name, model(**batch)))
+
+    handle = model.model.register_forward_hook(body_is_done)
+    threads = [threading.Thread(target=train, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    got = model(input_ids=ids).logits
+    asked.wait()
+    for thread in threads:
+        thread.join()
+    handle.remove()
+    assert torch.equal(got, logits)
+    assert sorted(name for name, _ in done) == ["a", "b"]
+    for _, output in done:
+        assert output.logits is None
+        torch.testing.assert_close(output.loss.detach(), want[0])
+    assert "lm_head" not in vars(model)
+    assert isinstance(model.lm_head, nn.Linear)
 
 
 # The description of logits
@@ -489,6 +585,26 @@ def test_copies_are_models_of_their_own(batch):
     torch.testing.assert_close(model(**batch).loss, torch.tensor(VOCAB).float().log())
     unfuse_head(other)
     assert model(**batch).logits is None
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_saved_models_are_unfused(batch, adapted, tmp_path):
+    model = tiny()
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head"]))
+    fuse_head(model)
+    want = step(model, batch)
+    torch.save(model, tmp_path / "model.pt")
+    assert model(**batch).logits is None
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert loaded(**batch).logits is not None
+    assert_same_step(step(loaded, batch), want)
+    fuse_head(loaded)
+    assert loaded(**batch).logits is None
+    assert_same_step(step(loaded, batch), want)
+    unfuse_head(loaded)
+    assert not [module for module in loaded.modules() if "forward" in vars(module)]
 
 
 def rows():

@@ -73,6 +73,19 @@ REFUSED = {
     ),
     "float labels": (lambda: {"labels": on_device(2, 3)}, TypeError, ("labels", "integer", "torch.float32", ".long()")),
     "mask of another shape": (lambda: {"mask": on_device(3)}, ValueError, ("mask", "[2, 3]", "that of labels", "[3]")),
+    "complex mask": (
+        lambda: {"mask": on_device(2, 3, dtype=torch.complex64)},
+        TypeError,
+        ("mask", "bool", "real dtype", "torch.complex64", "mask != 0"),
+    ),
+    "no data": (
+        lambda: {
+            name: torch.empty(*shape, device="meta")
+            for name, shape in (("hidden_states", (2, 3, H)), ("weight", (V, H)))
+        },
+        ValueError,
+        ("hidden_states", "meta", "load_state_dict()"),
+    ),
     "mask elsewhere": (lambda: {"mask": on_device(2, 3).to("meta")}, ValueError, ("mask", "device", "meta", ".to()")),
     "temperature 0": (
         lambda: {"temperature": 0},

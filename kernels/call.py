@@ -257,10 +257,9 @@ def logits_gradient(
             d_logits,
             call.workspace_bytes,
         )
-    if host_read.capturing():
-        d_logits.masked_fill_(~tokens[:, None], 0)
-    elif in_place and not complete:
+    captured = host_read.capturing()
+    if captured or (in_place and not complete):
         left_out = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-        left_out[call.rows] = False
+        left_out[slice(None) if complete else call.rows] = ~tokens if captured else False
         d_logits.masked_fill_(left_out[:, None], 0)
     return d_logits

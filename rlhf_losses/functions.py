@@ -282,8 +282,8 @@ def _prepare(
         if backend == "reference" or cache_bytes != 0:
             raise ValueError(
                 "expected cache_bytes=0 and a back end other than the reference under torch.compile and in a CUDA "
-                f"graph, got cache_bytes={cache_bytes!r} and backend={backend!r}; both need the host's answers. Leave "
-                "them out, or this call (torch.compiler.disable)"
+                f"graph, got cache_bytes={cache_bytes!r} and backend={backend!r}, which need the host's answers; leave "
+                "them out, or leave this call out (torch.compiler.disable)"
             )
         if mask is not None:
             # Any ignore_index fits 64 bits.

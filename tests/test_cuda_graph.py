@@ -133,6 +133,25 @@ def test_logits(in_place, fused, captured):
     assert_same_step(captured(run), run())
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_backward_alone(in_place, fused, captured):
+    # The forward has packed its rows.
+    inputs, upstream = draw()
+    logits = torch.randn(*inputs.labels.shape, VOCAB, device=DEVICE).to(DTYPE)
+
+    def run(backward):
+        hidden, weight, _ = leaves(inputs)
+        leaf = logits.clone().requires_grad_()
+        one = linear_log_probs(hidden, weight, inputs.labels, backend=fused, **inputs.options)
+        other = log_probs_from_logits(
+            leaf.clone(), inputs.labels, backend=fused, inplace_backward=in_place, **inputs.options
+        )
+        outputs = (one.log_probs, one.entropy, other.log_probs, other.entropy)
+        return backward(lambda: torch.autograd.grad(outputs, (hidden, weight, leaf), [*upstream.values()] * 2))
+
+    assert_same_step(run(captured), run(lambda function: function()))
+
+
 def test_a_bad_label_is_not_a_number(fused, captured):
     inputs = random_inputs((5,), VOCAB, DEPTH, DEVICE).to(DTYPE)
     inputs.labels[2] = VOCAB

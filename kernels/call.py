@@ -118,7 +118,9 @@ def _without(
     temperature = call.transform.temperature
     if isinstance(temperature, Tensor):
         call = replace(call, transform=replace(call.transform, temperature=kept(temperature, 1.0)))
-    statistics = statistics._replace(shift=kept(statistics.shift, _FAR), norm=kept(statistics.norm, 1.0))
+    statistics = statistics._replace(
+        shift=kept(statistics.shift, _FAR), norm=kept(statistics.norm, 1.0), log_probs=kept(statistics.log_probs, 0.0)
+    )
     *terms, omega = coefficients
     return call, statistics, Coefficients(*(kept(term, 0.0) for term in terms), omega)
 

@@ -10,7 +10,14 @@ from cases import FEATURES, random_inputs
 from helpers import DEVICE, DTYPE, FLOAT_OUTPUTS, PARAMETERS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_losses import PolicyBatch, PolicyLossConfig, linear_log_probs, linear_policy_loss, log_probs_from_logits
+from rlhf_losses import (
+    PolicyBatch,
+    PolicyLossConfig,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_policy_loss,
+    log_probs_from_logits,
+)
 from rlhf_losses.kernels import host_read
 
 ROWS, VOCAB, DEPTH = 150, 300, 72
@@ -184,6 +191,20 @@ def test_the_policy_loss_takes_two_passes(fused, captured):
     (got, metrics), (expected, _) = captured(run), run()
     assert metrics["passes"] == 2
     assert_same_step(got, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_cross_entropy(reduction, fused, captured):
+    inputs, _ = draw()
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": reduction, "mask": inputs.options["mask"]}
+
+    def run():
+        hidden, weight, _ = leaves(inputs)
+        found = linear_cross_entropy(hidden, weight, inputs.labels, backend=fused, **options)
+        loss = found.loss.sum()
+        return loss.detach(), found.token_accuracy, *torch.autograd.grad(loss, (hidden, weight))
+
+    assert_same_step(captured(run), run())
 
 
 @pytest.mark.parametrize("options", [{"cache_bytes": 2**20}, {"cache_bytes": "auto"}, {"backend": "reference"}])

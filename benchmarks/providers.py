@@ -34,7 +34,7 @@ TASKS = ("forward", "train", "cross_entropy", "skip")
 CACHED_LOGIT = 2.1
 # Bytes for a logit that is held: bf16, fp32, their gradients, and what softmax and entropy keep.
 NAIVE_LOGIT = 28
-LIGER_PATH = "LigerFusedLinearScaledCrossEntropySM90FunctionBackward"
+LIGER_PATH = "LigerFusedScaledCrossEntropySM90FunctionBackward"
 
 
 @dataclass(frozen=True)

@@ -97,29 +97,29 @@ def test_kernels_folder_is_no_package_of_its_own():
 
 
 def test_import_is_light():
-    # Best of five in one process: bytecode and folders are read once, as they would be in a program's second start.
-    seen = json.loads(
-        python(
-            """
+    # Best of three processes: bytecode and folders are read once, as they would be in a program's second start.
+    starts = [
+        json.loads(
+            python(
+                """
 import json, sys, time
 import torch
 before = set(sys.modules)
-times = []
-for _ in range(5):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "rlhf_losses"]:
-        del sys.modules[name]
-    start = time.perf_counter()
-    import rlhf_losses
-    times.append(time.perf_counter() - start)
+start = time.perf_counter()
+import rlhf_losses
+seconds = time.perf_counter() - start
 new = sorted(name for name in set(sys.modules) - before)
-print(json.dumps({"seconds": min(times), "new": new, "cuda": torch.cuda.is_initialized()}))
+print(json.dumps({"seconds": seconds, "new": new, "cuda": torch.cuda.is_initialized()}))
 """
+            )
         )
-    )
-    assert not [name for name in seen["new"] if name.partition(".")[0] == "triton"]
-    assert not [name for name in seen["new"] if within(name, "rlhf_losses.integrations")]
-    assert not seen["cuda"]
-    assert seen["seconds"] < 0.05
+        for _ in range(3)
+    ]
+    for seen in starts:
+        assert not [name for name in seen["new"] if name.partition(".")[0] == "triton"]
+        assert not [name for name in seen["new"] if within(name, "rlhf_losses.integrations")]
+        assert not seen["cuda"]
+    assert min(seen["seconds"] for seen in starts) < 0.05
 
 
 def test_a_call_on_cpu_tensors_imports_no_triton():

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -340,8 +340,8 @@ def rl_case(
 
 
 def gemma2(vocab: int, hidden: int, layers: int) -> nn.Module:
-    """Random weights. The cap is low and the weights are wide, so that logits reach it: with Gemma 2's own, 30 and 0.02,
-    a small model's never would."""
+    """Random weights. The cap is low and the weights are wide, so that logits reach it: with Gemma 2's own, 30 and
+    0.02, a small model's never would."""
     from transformers import AutoModelForCausalLM, Gemma2Config
 
     config = Gemma2Config(
@@ -371,6 +371,12 @@ def word_ids(text: str, vocab: int) -> Tensor:
     return torch.tensor([ranks.get(word, vocab - 1) for word in words])
 
 
+@cache
+def smollm2() -> tuple[Any, Any]:
+    """Read once, since no run touches the model itself."""
+    return load_smollm2(attn_implementation="eager")
+
+
 def make_case(name: str, device: str, steps: int) -> tuple[Case, dict[str, Any]]:
     """One of STEPS by name, and what its report says of it."""
     if name == "gemma2":
@@ -379,7 +385,7 @@ def make_case(name: str, device: str, steps: int) -> tuple[Case, dict[str, Any]]
         rate = 1e-3
         case = text_case(model.to(device), ids, batch=batch, length=length, steps=steps, learning_rate=rate)
         return case, {"batch": batch, "length": length, "learning_rate": rate, "softcap": 6.0}
-    model, tokenizer = load_smollm2(attn_implementation="eager")
+    model, tokenizer = smollm2()
     ids = torch.tensor(tokenizer(read_text())["input_ids"])
     if name == "smollm2":
         batch, length = TEXT_SIZES[name][device]

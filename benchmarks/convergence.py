@@ -74,7 +74,8 @@ class Batch:
     rewards: Tensor | None = None
 
     def reversed(self) -> "Batch":
-        return Batch(*(None if x is None else x.flip(0) for x in vars(self).values()))
+        others = (None if x is None else x.flip(0) for x in (self.advantages, self.old_log_probs, self.rewards))
+        return Batch(self.ids.flip(0), *others)
 
 
 # The loss, with gradient, and what else to record.
@@ -161,7 +162,7 @@ def reorder(model: Any) -> None:
 
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            layer.forward = partial(forward, layer, layer is model.get_output_embeddings())
+            vars(layer)["forward"] = partial(forward, layer, layer is model.get_output_embeddings())
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ def response_hidden(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 def clipped_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     assert batch.advantages is not None
     assert batch.rewards is not None
+    assert batch.old_log_probs is not None
     ratio = (log_probs - batch.old_log_probs).exp()
     gain = torch.minimum(batch.advantages * ratio, batch.advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
     loss = -(gain + ENTROPY_COEFFICIENT * entropy).mean()
@@ -444,9 +446,13 @@ def run_case(name: str, device: str, steps: int, out: Path, commit: str | None) 
         "text": hashlib.sha256(read_text().encode()).hexdigest()[:12],
         "dtype": "float32" if device == "cpu" else "bfloat16 (autocast)",
     }
-    curves = {run: {curve: [float(f"{x:.9g}") for x in xs] for curve, xs in seen.items()} for run, seen in runs.items()}
-    result = {"case": name, "about": about, "settings": {"steps": steps, "factor": FACTOR, **settings}}
-    result |= {"verdicts": [asdict(verdict) for verdict in verdicts], "curves": curves}
+    result = {
+        "case": name,
+        "about": about,
+        "settings": {"steps": steps, "factor": FACTOR, **settings},
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "curves": {run: {k: [float(f"{x:.9g}") for x in xs] for k, xs in seen.items()} for run, seen in runs.items()},
+    }
     short = "cpu" if device == "cpu" else str(about["device"]).lower().replace(" ", "-")
     file = out / f"{name}-{short}.json"
     file.write_text(json.dumps(result) + "\n")

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ class Batch:
     rewards: Tensor | None = None
 
     def reversed(self) -> "Batch":
-        return Batch(*(None if x is None else x.flip(0) for x in vars(self).values()))
+        others = (None if x is None else x.flip(0) for x in (self.advantages, self.old_log_probs, self.rewards))
+        return Batch(self.ids.flip(0), *others)
 
 
 # The loss, with gradient, and what else to record.
@@ -161,7 +162,7 @@ def reorder(model: Any) -> None:
 
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            layer.forward = partial(forward, layer, layer is model.get_output_embeddings())
+            vars(layer)["forward"] = partial(forward, layer, layer is model.get_output_embeddings())
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ def response_hidden(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 def clipped_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     assert batch.advantages is not None
     assert batch.rewards is not None
+    assert batch.old_log_probs is not None
     ratio = (log_probs - batch.old_log_probs).exp()
     gain = torch.minimum(batch.advantages * ratio, batch.advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
     loss = -(gain + ENTROPY_COEFFICIENT * entropy).mean()
@@ -340,8 +342,8 @@ def rl_case(
 
 
 def gemma2(vocab: int, hidden: int, layers: int) -> nn.Module:
-    """Random weights. The cap is low and the weights are wide, so that logits reach it: with Gemma 2's own, 30 and 0.02,
-    a small model's never would."""
+    """Random weights. The cap is low and the weights are wide, so that logits reach it: with Gemma 2's own, 30 and
+    0.02, a small model's never would."""
     from transformers import AutoModelForCausalLM, Gemma2Config
 
     config = Gemma2Config(
@@ -371,6 +373,12 @@ def word_ids(text: str, vocab: int) -> Tensor:
     return torch.tensor([ranks.get(word, vocab - 1) for word in words])
 
 
+@cache
+def smollm2() -> tuple[Any, Any]:
+    """Read once, since no run touches the model itself."""
+    return load_smollm2(attn_implementation="eager")
+
+
 def make_case(name: str, device: str, steps: int) -> tuple[Case, dict[str, Any]]:
     """One of STEPS by name, and what its report says of it."""
     if name == "gemma2":
@@ -379,7 +387,7 @@ def make_case(name: str, device: str, steps: int) -> tuple[Case, dict[str, Any]]
         rate = 1e-3
         case = text_case(model.to(device), ids, batch=batch, length=length, steps=steps, learning_rate=rate)
         return case, {"batch": batch, "length": length, "learning_rate": rate, "softcap": 6.0}
-    model, tokenizer = load_smollm2(attn_implementation="eager")
+    model, tokenizer = smollm2()
     ids = torch.tensor(tokenizer(read_text())["input_ids"])
     if name == "smollm2":
         batch, length = TEXT_SIZES[name][device]
@@ -438,9 +446,13 @@ def run_case(name: str, device: str, steps: int, out: Path, commit: str | None) 
         "text": hashlib.sha256(read_text().encode()).hexdigest()[:12],
         "dtype": "float32" if device == "cpu" else "bfloat16 (autocast)",
     }
-    curves = {run: {curve: [float(f"{x:.9g}") for x in xs] for curve, xs in seen.items()} for run, seen in runs.items()}
-    result = {"case": name, "about": about, "settings": {"steps": steps, "factor": FACTOR, **settings}}
-    result |= {"verdicts": [asdict(verdict) for verdict in verdicts], "curves": curves}
+    result = {
+        "case": name,
+        "about": about,
+        "settings": {"steps": steps, "factor": FACTOR, **settings},
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "curves": {run: {k: [float(f"{x:.9g}") for x in xs] for k, xs in seen.items()} for run, seen in runs.items()},
+    }
     short = "cpu" if device == "cpu" else str(about["device"]).lower().replace(" ", "-")
     file = out / f"{name}-{short}.json"
     file.write_text(json.dumps(result) + "\n")

@@ -98,7 +98,7 @@ def linear_policy_loss(
             call = replace(call, workspace_bytes=ONE_PASS_WORKSPACE_BYTES)
 
         def objective(stats: CallStats, rows: slice | Tensor) -> Tensor:
-            return loss_of_rows(stats, flat.rows(rows), config).loss
+            return loss_of_rows(stats, flat.rows(rows), config, all_metrics=False).loss
 
         largest = flat.token_weights.amax()
         unit = torch.where(largest > 0, largest, 1.0)

@@ -164,8 +164,13 @@ def policy_loss(token_stats: TokenStats, batch: PolicyBatch, config: PolicyLossC
     return loss_of_rows(TokenStats(log_probs=l, entropy=entropy), flat, config)
 
 
-def loss_of_rows(stats: TokenStats | CallStats, batch: FlatBatch, config: PolicyLossConfig) -> LossOutput:
-    """``policy_loss`` of vectors [N]. Over the parts of a batch the losses add up, unless its loss mixes tokens."""
+def loss_of_rows(
+    stats: TokenStats | CallStats, batch: FlatBatch, config: PolicyLossConfig, all_metrics: bool = True
+) -> LossOutput:
+    """``policy_loss`` of vectors [N]. Over the parts of a batch the losses add up, unless its loss mixes tokens.
+
+    Without ``all_metrics`` those are left out that the loss does not have in passing: each is some launches.
+    """
     mask, weights = batch.mask, batch.token_weights
     assert stats.log_probs is not None
     l = kept_values(stats.log_probs, mask)
@@ -188,12 +193,14 @@ def loss_of_rows(stats: TokenStats | CallStats, batch: FlatBatch, config: Policy
     metrics["policy_loss"] = loss.detach()
     if config.entropy_coefficient != 0:
         loss = loss - config.entropy_coefficient * aggregate(needed("entropy", entropy, "entropy_coefficient"))
-    if entropy is not None:
-        metrics["entropy"] = tokens.mean(entropy)
     if config.kl_coefficient != 0:
         kl = kl_penalty(l, needed("ref_log_probs", batch.ref_log_probs, "kl_coefficient"), config.kl_estimator)
         loss = loss + config.kl_coefficient * aggregate(kl)
         metrics["kl"] = tokens.mean(kl)
+    if not all_metrics:
+        return LossOutput(loss, metrics)
+    if entropy is not None:
+        metrics["entropy"] = tokens.mean(entropy)
     ratio = tokens.ratio.detach()
     least = torch.where(mask, ratio, torch.inf).amin() if len(ratio) else ratio.sum()
     metrics |= {

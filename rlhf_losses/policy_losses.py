@@ -38,16 +38,17 @@ class Tokens:
     sequences: Sequences
     log_ratio: Tensor = field(init=False)
     ratio: Tensor = field(init=False)
+    count: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         log_ratio = self.log_probs - self.old_log_probs
         object.__setattr__(self, "log_ratio", log_ratio)
         object.__setattr__(self, "ratio", log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp())
+        object.__setattr__(self, "count", self.mask.sum().clamp(min=1))
 
     def mean(self, values: Tensor) -> Tensor:
         """Over the tokens that count, without gradient; 0 where none does."""
-        kept = torch.where(self.mask, values.detach().float(), 0.0)
-        return kept.sum() / self.mask.sum().clamp(min=1)
+        return torch.where(self.mask, values.detach().float(), 0.0).sum() / self.count
 
 
 class PolicyLoss(NamedTuple):

@@ -28,6 +28,7 @@ import argparse
 import importlib.util
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -69,6 +70,8 @@ LEAD_IN_MS, TURN_MS, MOST_RUNS = 3, 12, 8
 LONG_MS, LONG_TURNS = 15, 3
 SLOW_TOKENS, SLOW_TOO = 8192, (16384, 4096, 151936)
 MASKED, IDLE = 0.25, 0.25
+# With fewer, no token of both signs is left to be active, masked and idle.
+LEAST_TOKENS = 8
 # Large for a bonus, so that a wrong gradient of the entropy is seen beside that of the policy.
 ENTROPY_COEFFICIENT = 0.1
 PACKAGES = ("verl", "liger_kernel", "nvidia-cutlass-dsl", "cut-cross-entropy", "quack-kernels")
@@ -326,6 +329,15 @@ def merged(files: Sequence[Path]) -> dict:
     }
 
 
+def _at_least(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
+        return int(text)
+
+    return whole_number
+
+
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="rlhf-losses bench", description=__doc__, formatter_class=formatter)
@@ -334,10 +346,10 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs="*", metavar="NAME", help="of the table, instead of all; none for --real alone"
     )
-    parser.add_argument("--tokens", nargs="+", type=int, metavar="N", help="instead of the table's")
+    parser.add_argument("--tokens", nargs="+", type=_at_least(LEAST_TOKENS), metavar="N", help="instead of the table's")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--providers", nargs="+", choices=sorted({provider.name for provider in PROVIDERS}))
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=_at_least(1), default=5)
     parser.add_argument("--seconds", type=float, help="begin no shape that would end later")
     parser.add_argument("--real", nargs="+", type=Path, metavar="FILE", help="one more shape: what --make-real wrote")
     parser.add_argument("--make-real", type=Path, metavar="FILE", help="write this shape's two files, and no more")
@@ -351,6 +363,16 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     if computes and arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: expected a GPU, torch sees none; try --device cpu --size tiny")
     names = [model.name for model in SIZES[arguments.size][0]]
+    for option in ("real", "merge"):
+        files: list[Path] = getattr(arguments, option) or []
+        if missing := [str(file) for file in files if not file.is_file()]:
+            parser.error(f"--{option}: expected files that exist, got {', '.join(missing)}")
+        if len(set(files)) < len(files):
+            parser.error(f"--{option}: expected each file once, got {', '.join(map(str, files))}")
+    if arguments.seconds is not None and arguments.seconds <= 0:
+        parser.error(f"--seconds: expected a number above 0, got {arguments.seconds}")
+    if arguments.models == [] and not arguments.real:
+        parser.error("--models: expected names, or --real beside none, got neither")
     if unknown := set(arguments.models or ()) - set(names):
         parser.error(f"--models: expected some of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     return arguments
@@ -361,7 +383,12 @@ def main(argv: Sequence[str], providers: Sequence[Provider] = PROVIDERS) -> None
     if arguments.make_real:
         print(*make_real(arguments.make_real), sep="\n")
         return
+    if not arguments.out.name:
+        raise SystemExit(f"--out: expected a path with a name, got {arguments.out}")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    # Before anything is measured, whether it can be written.
+    with tempfile.TemporaryFile(dir=arguments.out.parent):
+        pass
     results = merged(arguments.merge) if arguments.merge else run(arguments, providers)
     report.write(results, arguments.out)
     report.plot(results, arguments.out)

@@ -59,11 +59,12 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason that the Triton kernels can't serve this call, or None."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the Triton kernels take fp16, bf16 and fp32, not {dtype}"
+    if device.type != "cuda" and not interpreting():
+        # Before the search for a package, which every call on a CPU would make.
+        return f"tensors are on {device.type}, the Triton kernels need a GPU"
     if not triton_installed():
         return "triton is not installed"
     if device.type != "cuda":
-        if not interpreting():
-            return f"tensors are on {device.type}, the Triton kernels need a GPU"
         return "Triton's interpreter multiplies the bits of bf16" if dtype == torch.bfloat16 else None
     limits = device_limits(device)
     if limits.vendor == "cuda" and limits.capability < 80:
@@ -88,7 +89,8 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
         return BackendChoice("triton", "asked for")
     if not triton_installed():
         raise ImportError(
-            f"backend='triton': {why_not}; install it (pip install 'rlhf-losses[triton]') or pass backend='chunked'"
+            "backend='triton': triton is not installed; install it (pip install 'rlhf-losses[triton]') or pass "
+            "backend='chunked'"
         )
     raise ValueError(f"backend='triton': {why_not}; pass backend='chunked' or 'auto'")
 

@@ -240,3 +240,19 @@ def test_wrong_options_are_refused(options, said, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench.main(options)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "0"], "expected 8 or more, got 0"),
+        (["--turns", "0"], "expected 1 or more, got 0"),
+        (["--real", "no.pt"], "--real: expected files that exist, got no.pt"),
+        (["--merge", "no.json"], "--merge: expected files that exist, got no.json"),
+        (["--models"], "--models: expected names, or --real beside none"),
+    ],
+)
+def test_odd_options_end_before_anything_is_measured(options, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--out", str(tmp_path / "x"), "--size", "tiny", "--device", "cpu", *options])
+    assert message in capsys.readouterr().err

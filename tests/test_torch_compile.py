@@ -18,6 +18,7 @@ from rlhf_losses import (
     linear_log_probs,
     linear_policy_loss,
     log_probs_from_logits,
+    policy_loss,
 )
 from rlhf_losses.policy import PRESETS
 
@@ -259,3 +260,18 @@ def test_the_cross_entropy_in_a_whole_graph(options):
     got = torch.autograd.grad(compiled(hidden, weight), (hidden, weight))
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_packed_sequences_in_a_whole_graph():
+    offsets = torch.tensor([0, 3, 10])
+    config = PolicyLossConfig.preset("dapo")
+
+    def loss(hidden, weight, labels, offsets):
+        batch = PolicyBatch(
+            advantages=torch.ones(10), old_log_probs=torch.full((10,), -3.0), mask=torch.ones(10), cu_seqlens=offsets
+        )
+        return policy_loss(linear_log_probs(hidden, weight, labels), batch, config).loss
+
+    arguments = (torch.randn(10, 8), torch.randn(20, 8), torch.randint(20, (10,)), offsets)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*arguments), loss(*arguments))

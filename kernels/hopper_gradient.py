@@ -37,7 +37,7 @@ def _gradient_load(
 
 @gluon.jit
 def _gradient_product(
-    rings, tokens, da, buffer, stretch,
+    rings, tokens, da, results, stretch,
     PART: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     labels, shift, log_sum, coefficients, transform = tokens
@@ -64,12 +64,13 @@ def _gradient_product(
         parts = halves(finished(a, rings, count, PART))
         for part in gl.static_range(2):
             column = (2 * HALF + part) * COLUMNS
-            v = (first_tile + this) * BV + column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+            v0 = (first_tile + this) * BV + column
+            v = v0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
             z, slope = transform_tile(parts[part], transform, n, v, N, V)
             out = product_gradient_tile(z, slope, m, log_s, coefficients, c, v, V, False)
             if labels is not None:
-                out = with_label(out, slope, coefficients, c, label_columns(labels, n, N, V), v)
-            store_tile(da, n0, this * BV + column, buffer, out.to(da.dtype))
+                out = with_label(out, slope, coefficients, c, label_columns(labels, n, N, V), v, v0)
+            store_tile(da, n0, this * BV + column, results.index(PART), out.to(da.dtype))
     tma.store_wait(0)
 
 
@@ -99,10 +100,10 @@ def product_gradient_kernel(
     stretch = (N, V, first_tile, tiles)
     gl.warp_specialize(
         [
-            (_gradient_product, (rings, tokens, da, results.index(0), stretch, 0, H, BN, BV, BH, GROUP)),
-            (_gradient_product, (rings, tokens, da, results.index(1), stretch, 1, H, BN, BV, BH, GROUP)),
-            (_gradient_product, (rings, tokens, da, results.index(2), stretch, 2, H, BN, BV, BH, GROUP)),
-            (_gradient_product, (rings, tokens, da, results.index(3), stretch, 3, H, BN, BV, BH, GROUP)),
+            (_gradient_product, (rings, tokens, da, results, stretch, 0, H, BN, BV, BH, GROUP)),
+            (_gradient_product, (rings, tokens, da, results, stretch, 1, H, BN, BV, BH, GROUP)),
+            (_gradient_product, (rings, tokens, da, results, stretch, 2, H, BN, BV, BH, GROUP)),
+            (_gradient_product, (rings, tokens, da, results, stretch, 3, H, BN, BV, BH, GROUP)),
             (_gradient_load, (hidden, weight, rings, stretch, 0, H, BN, BV, GROUP)),
             (_gradient_load, (hidden, weight, rings, stretch, 1, H, BN, BV, GROUP)),
         ],

@@ -108,7 +108,7 @@ def _statistics_product(
     PART: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     labels, label_logit, transform, omega, ignore_index = tokens
-    exponentials, kept_shift, buffer, K = kept
+    exponentials, kept_shift, results, K = kept
     N, V, splits = stretch
     HALF: gl.constexpr = PART % 2
     ROWS: gl.constexpr = BN // 2
@@ -166,8 +166,9 @@ def _statistics_product(
                 )
                 if exponentials is not None:  # noqa: SIM102 (decided at compile time, the place of the block is not)
                     if block * BN < K:
-                        kept_e = gl.convert_layout(_by_columns(e), part_layout, assert_trivial=True)
-                        store_tile(exponentials, n0, v1, buffer, kept_exponentials(kept_e, exponentials.dtype))
+                        e_part = gl.convert_layout(_by_columns(e), part_layout, assert_trivial=True)
+                        values = kept_exponentials(e_part, exponentials.dtype)
+                        store_tile(exponentials, n0, v1, results.index(PART), values)
             if exponentials is not None:
                 gl.store(kept_shift + (2 * tile + HALF) * K + lane_row, gl.max(m, 1), mask=lane_row < K)
         m, s, u, q, arg, wt, w = merged_sums(m, s, u, q, arg, wt, w, 1, False)
@@ -201,19 +202,16 @@ def statistics_kernel(
     rings = operand_rings(hidden, weight, HIDDEN_STAGES if exponentials is None else HIDDEN_STAGES_BESIDE_RESULTS)
     tokens = (labels, label_logit, transform, omega, ignore_index)
     stretch = (N, V, splits)
-    k0, k1, k2, k3 = (None, None, None, K), (None, None, None, K), (None, None, None, K), (None, None, None, K)
+    kept = (None, None, None, K)
     if exponentials is not None:
         results = gl.allocate_shared_memory(exponentials.dtype, [4, BN // 2, BV // 4], exponentials.layout)
-        k0 = (exponentials, kept_shift, results.index(0), K)
-        k1 = (exponentials, kept_shift, results.index(1), K)
-        k2 = (exponentials, kept_shift, results.index(2), K)
-        k3 = (exponentials, kept_shift, results.index(3), K)
+        kept = (exponentials, kept_shift, results, K)
     gl.warp_specialize(
         [
-            (_statistics_product, (rings, tokens, partial, k0, stretch, 0, H, BN, BV, BH, GROUP)),
-            (_statistics_product, (rings, tokens, partial, k1, stretch, 1, H, BN, BV, BH, GROUP)),
-            (_statistics_product, (rings, tokens, partial, k2, stretch, 2, H, BN, BV, BH, GROUP)),
-            (_statistics_product, (rings, tokens, partial, k3, stretch, 3, H, BN, BV, BH, GROUP)),
+            (_statistics_product, (rings, tokens, partial, kept, stretch, 0, H, BN, BV, BH, GROUP)),
+            (_statistics_product, (rings, tokens, partial, kept, stretch, 1, H, BN, BV, BH, GROUP)),
+            (_statistics_product, (rings, tokens, partial, kept, stretch, 2, H, BN, BV, BH, GROUP)),
+            (_statistics_product, (rings, tokens, partial, kept, stretch, 3, H, BN, BV, BH, GROUP)),
             (_statistics_load, (hidden, weight, rings, labels, ignore_index, stretch, 0, H, BN, BV, GROUP)),
             (_statistics_load, (hidden, weight, rings, labels, ignore_index, stretch, 1, H, BN, BV, GROUP)),
         ],

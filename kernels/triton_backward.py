@@ -72,7 +72,7 @@ def _product_gradient_kernel(
         a = product_tile(hidden, weight, stride_n, stride_v, n0, v0, N, V, H, BN, BV, BH, DESCRIPTORS, PRECISION)
         z, slope = transform_tile(a, transform, n, v, N, V)
         out = product_gradient_tile(z, slope, m, log_s, coefficients, c, v, V, EXACT)
-        out = with_label(out, slope, coefficients, c, label_columns(labels, n, N, V), v)
+        out = with_label(out, slope, coefficients, c, label_columns(labels, n, N, V), v, v0)
         if DESCRIPTORS:
             da.store([n0, tile * BV], out.to(da.dtype))
         else:

@@ -83,10 +83,10 @@ def product_gradient_tile(z, slope, shift, log_sum, coefficients, c, v, V, EXACT
 
 
 @triton.jit
-def with_label(da, slope, coefficients, c, label, v):
-    """da [BN, BV] with the label's term, where a label is among the columns v [BV]."""
+def with_label(da, slope, coefficients, c, label, v, v0):
+    """da [BN, BV] with the label's term, where a label is among the columns v [BV], v0 the first."""
     if coefficients.y is not None:  # noqa: SIM102 (decided at compile time, the vote is not)
-        if any_label(label, tl.min(v, 0), da.shape[1]):
+        if any_label(label, v0, da.shape[1]):
             da = da + tl.where(v[None, :] == label[:, None], c[0][:, None] * slope, 0.0)
     return da
 

@@ -84,10 +84,11 @@ def _kept_gradient_kernel(
     label = label_columns(labels, n, A, V)
     c = row_coefficients(coefficients, n, A)
     if EXACT:
-        v = (first_tile + tl.program_id(0) % tiles) * BV + column
+        v0 = (first_tile + tl.program_id(0) % tiles) * BV
+        v = v0 + column
         z, slope = transform_tile(kept, transform, n, v, A, V)
         da = product_gradient_tile(z, slope, m, log_s, coefficients, c, v, V, True)
-        da = with_label(da, slope, coefficients, c, label, v)
+        da = with_label(da, slope, coefficients, c, label, v, v0)
     else:
         if values.dtype.element_ty == tl.float16:
             kept = kept * (1.0 / FP16_UNIT)

@@ -95,7 +95,7 @@ def _gradient_kernel(
     m, log_s, label = tl.load(shift + ns), tl.load(log_sum + ns), label_columns(labels, ns, N, V)
     c = row_coefficients(coefficients, ns, N)
     da = product_gradient_tile(z, slope, m, log_s, coefficients, c, v, V, EXACT)
-    da = with_label(da, slope, coefficients, c, label, v)
+    da = with_label(da, slope, coefficients, c, label, v, v0)
     tl.store(d_logits + row * stride_out + v[None, :], da.to(d_logits.dtype.element_ty), mask=(v < V)[None, :])
 
 

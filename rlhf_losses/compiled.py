@@ -73,6 +73,11 @@ class _Rest(NamedTuple):
     validate: str
     masked: bool
 
+    @property
+    def there(self) -> tuple[str, ...]:
+        """Which of ``_FORWARD_FIELDS`` a forward computes."""
+        return (*self.wanted.split(","), "shift", "norm")
+
 
 def _arguments(call: TracedCall) -> tuple[tuple[Tensor | None, ...], _Rest]:
     transform, temperature = call.transform, call.transform.temperature
@@ -132,7 +137,7 @@ def _nothing(like: Tensor) -> RowStatistics:
 
 
 def _fake_results(like: Tensor, rest: _Rest) -> tuple[Tensor, ...]:
-    there, wide = (*rest.wanted.split(","), "shift", "norm"), accumulator_dtype(like.dtype)
+    there, wide = rest.there, accumulator_dtype(like.dtype)
 
     def result(name: str) -> Tensor:
         if name not in there:
@@ -144,8 +149,8 @@ def _fake_results(like: Tensor, rest: _Rest) -> tuple[Tensor, ...]:
 
 def _remember(ctx: Any, tensors: tuple, rest: _Rest, output: tuple[Tensor, ...]) -> None:
     named = dict(zip(_FORWARD_FIELDS, output, strict=True))
-    wanted = (*rest.wanted.split(","), "shift", "norm")
-    ctx.save_for_backward(*tensors, *(named[name] if name in wanted else None for name in _STATISTICS))
+    there = rest.there
+    ctx.save_for_backward(*tensors, *(named[name] if name in there else None for name in _STATISTICS))
     ctx.rest = rest
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[0], output[1], output[-1])
@@ -153,8 +158,8 @@ def _remember(ctx: Any, tensors: tuple, rest: _Rest, output: tuple[Tensor, ...])
 
 def _wanted_gradients(rest: _Rest, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     """Of what a forward has returned: those of ``CallStats`` but argmax, None for what was empty."""
-    wanted = rest.wanted.split(",")
-    return [x if name in wanted else None for name, x in zip(CallStats._fields[:-1], upstream[2:-1], strict=True)]
+    there = rest.there
+    return [x if name in there else None for name, x in zip(CallStats._fields[:-1], upstream[2:-1], strict=True)]
 
 
 def _statistics(call: Call, parts: tuple[Tensor | None, ...]) -> RowStatistics:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from rlhf_losses import validation
 from rlhf_losses.functions import (
-    ONE_PASS_WORKSPACE_BYTES,
+    for_one_pass,
     head_call,
     head_statistics,
     logits_call,
     logits_statistics,
+    wants_gradient,
 )
 from rlhf_losses.kernels import host_read
 from rlhf_losses.kernels.autograd import Call, Recomputed, unpack
@@ -117,14 +118,10 @@ def linear_cross_entropy(
         cache_bytes=cache_bytes,
     )
     call, terms = settings.terms(call, labels, len(head), hidden.dtype)
-    wants_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (hidden, head, head_bias)
-    )
     no_host = torch.compiler.is_compiling() or host_read.capturing()
     one_pass = not no_host and reduction != "none" and call.backend != "reference" and call.can_keep(hidden.dtype)
-    if one_pass and wants_gradient and len(call.labels) > 0:
-        if workspace_bytes is None and call.backend == "triton":
-            call = replace(call, workspace_bytes=ONE_PASS_WORKSPACE_BYTES)
+    if one_pass and wants_gradient(hidden, head, head_bias) and len(call.labels) > 0:
+        call = for_one_pass(call, workspace_bytes)
         loss, *fields = OnePass.apply(hidden, head, head_bias, call, terms.loss, terms.unit())
         stats = CallStats(*Recomputed.apply(hidden, head, head_bias, call, RowStatistics(*fields)))
     else:

@@ -1,6 +1,7 @@
 """The public functions over a head: from hidden states, and from logits that somebody already holds."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -187,9 +188,21 @@ def head_statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: C
         return _nothing(len(hidden), hidden[:0].sum() + weight[:0].sum() + (0 if bias is None else bias[:0].sum()))
     if call.backend == "reference":
         picked, transform = hidden if call.rows is None else hidden[call.rows], call.transform.with_bias(bias)
-        packed = reference.linear_statistics(picked, weight, call.labels, transform, call.ignore_index, call.omega)
-        return _scattered(packed, call.rows, len(hidden))
+        stats = reference.linear_statistics(picked, weight, call.labels, transform, call.ignore_index, call.omega)
+        return _scattered(stats, call.rows, len(hidden))
     return CallStats(*LinearStatistics.apply(hidden, weight, bias, call))
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd would record what is computed of them."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def for_one_pass(call: Call, workspace_bytes: int | None) -> Call:
+    """The call with the workspace that one pass takes, where the caller has named none."""
+    if workspace_bytes is None and call.backend == "triton":
+        return replace(call, workspace_bytes=ONE_PASS_WORKSPACE_BYTES)
+    return call
 
 
 def logits_call(
@@ -232,8 +245,8 @@ def logits_statistics(flat: Tensor, call: Call, inplace_backward: bool) -> CallS
         return _nothing(len(flat), flat[:0].sum())
     if call.backend == "reference":
         picked = flat if call.rows is None else flat[call.rows]
-        packed = reference.logits_statistics(picked, call.labels, call.transform, call.ignore_index, call.omega)
-        return _scattered(packed, call.rows, len(flat))
+        stats = reference.logits_statistics(picked, call.labels, call.transform, call.ignore_index, call.omega)
+        return _scattered(stats, call.rows, len(flat))
     return CallStats(*LogitsStatistics.apply(flat, call, inplace_backward))
 
 

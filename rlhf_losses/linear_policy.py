@@ -1,12 +1,10 @@
 """The policy loss straight from hidden states and the head, in one pass over the logits where the loss allows it."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from rlhf_losses import validation
-from rlhf_losses.functions import ONE_PASS_WORKSPACE_BYTES, head_call, head_statistics
+from rlhf_losses.functions import for_one_pass, head_call, head_statistics, wants_gradient
 from rlhf_losses.kernels import host_read
 from rlhf_losses.kernels.one_pass import OnePass
 from rlhf_losses.kernels.statistics import CallStats
@@ -85,17 +83,14 @@ def linear_policy_loss(
         validate=validate,
         cache_bytes=cache_bytes,
     )
-    wants_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (hidden, head, head_bias)
-    )
+    learns = wants_gradient(hidden, head, head_bias)
     no_host = torch.compiler.is_compiling() or host_read.capturing()
     two_passes = flat.mixes_tokens(config) or call.backend == "reference" or no_host
-    if two_passes or not wants_gradient or len(call.labels) == 0:
+    if two_passes or not learns or len(call.labels) == 0:
         stats = head_statistics(hidden, head, head_bias, call)
         loss, metrics = loss_of_rows(stats, flat, config)
     else:
-        if workspace_bytes is None and call.backend == "triton":
-            call = replace(call, workspace_bytes=ONE_PASS_WORKSPACE_BYTES)
+        call = for_one_pass(call, workspace_bytes)
 
         def objective(stats: CallStats, rows: slice | Tensor) -> Tensor:
             return loss_of_rows(stats, flat.rows(rows), config, all_metrics=False).loss
@@ -108,5 +103,5 @@ def linear_policy_loss(
             metrics = loss_of_rows(stats, flat, config).metrics
     # Last, so that its launches delay no kernel.
     validation.check_labels(call, len(head), validate, stats)
-    metrics["passes"] = torch.full_like(metrics["policy_loss"], 2.0 if two_passes and wants_gradient else 1.0)
+    metrics["passes"] = torch.full_like(metrics["policy_loss"], 2.0 if two_passes and learns else 1.0)
     return LossOutput(loss, metrics)

@@ -74,7 +74,7 @@ def _raise_for(due: Callable[[_Findings], bool]) -> None:
         raise ValueError("an earlier call got bad input, its tokens are NaN:\n" + "\n".join(messages))
 
 
-def check_labels(call: Call, vocab: int, validate: str, found: CallStats | None = None) -> None:
+def check_labels(call: Call, vocab: int, validate: str, found: CallStats) -> None:
     """The labels that count: raise for a bad one now ("sync"), at a later call ("async"), or never ("off").
 
     ``found`` are the call's statistics: NaN for every bad label, so that one sum of them asks for all.
@@ -83,7 +83,7 @@ def check_labels(call: Call, vocab: int, validate: str, found: CallStats | None 
     # A traced call is checked by its op; in a CUDA graph there is nobody to tell.
     if validate == "off" or call.traced or host_read.capturing() or len(labels) == 0:
         return
-    numbers = next((x for x in found or () if x is not None and x.is_floating_point()), None)
+    numbers = next((x for x in found if x is not None and x.is_floating_point()), None)
     if numbers is None:
         numbers = torch.where(_bad(labels, vocab, ignore_index), torch.nan, 0.0)
     if validate == "async":

@@ -151,6 +151,15 @@ def halves(x):
 
 
 @gluon.jit
+def joined(left, right):
+    """``halves`` undone."""
+    WIDTH: gl.constexpr = 2 * left.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    both = gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], WIDTH])
+    return gl.convert_layout(both, layout, assert_trivial=True)
+
+
+@gluon.jit
 def store_tile(out, n0, v0, buffer, values):
     """Begin to write the tile ``values`` at (n0, v0), through a buffer of its size, as far as ``out`` has rows.
 

@@ -17,7 +17,7 @@ Called from the Hopper kernels too, so nothing here makes a tensor out of nothin
 import triton
 import triton.language as tl
 
-from rlhf_losses.kernels.triton_math import LOG2E, NOTHING, distance, exp2, finite_shift
+from rlhf_losses.kernels.triton_math import LOG2E, NOTHING, distance, exp2, finite_shift, reciprocal
 
 # The argmax of no column; above every column.
 NO_COLUMN = tl.constexpr(2147483647)
@@ -38,12 +38,13 @@ def transform_tile(a, transform, n, v, N, V):
     if transform.softcap is not None:
         # With e = exp(-2|x|): tanh = (1 - e) / (1 + e), and 1 - tanh^2 = 4e / (1 + e)^2 without cancellation. Near 0,
         # where 1 - e cancels, the Taylor series of tanh; the first term left out is 5e-8 of it.
-        x = z / transform.softcap
-        e = tl.exp(-2.0 * tl.abs(x))
-        r = 1.0 / (1.0 + e)
+        x = z * (1.0 / transform.softcap)
+        e = exp2(tl.abs(x) * (-2.0 * LOG2E), False)
+        r = reciprocal(1.0 + e)
         w = x * x
         series = 1.0 + w * (-1.0 / 3.0 + w * (2.0 / 15.0 + w * (-17.0 / 315.0 + w * (62.0 / 2835.0))))
-        z = transform.softcap * tl.where(w < 0.09, x * series, tl.where(x < 0, -1.0, 1.0) * (1.0 - e) * r)
+        t = (1.0 - e) * r
+        z = transform.softcap * tl.where(w < 0.09, x * series, tl.where(x < 0, -t, t))
         slope = slope * (4.0 * e * r * r)
     if transform.inverse_temperature is not None:
         z = z * transform.inverse_temperature

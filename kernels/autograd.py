@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlhf_losses.kernels.backends import operations
 from rlhf_losses.kernels.call import Call, linear_gradients, linear_rows, logits_gradient, logits_rows, pack, unpack
+from rlhf_losses.kernels.host_read import undivided
 from rlhf_losses.kernels.statistics import CallStats, Kept, RowStatistics
 
 
@@ -65,6 +66,7 @@ class LinearStatistics(torch.autograd.Function):
     """hidden [M, H], weight [V, H], bias [V] or None -> the fields of ``CallStats``, [M]."""
 
     @staticmethod
+    @undivided
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor | None, ...]:
         keep_rows = _rows_to_keep(call, weight) if any(ctx.needs_input_grad) else 0
         statistics, kept = linear_rows(hidden, weight, bias, call, keep_rows)
@@ -85,6 +87,7 @@ class Recomputed(LinearStatistics):
     """
 
     @staticmethod
+    @undivided
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, found: RowStatistics):
         # Aliases: these get a gradient, what was found has none.
         statistics = RowStatistics(*(None if x is None else pack(x.detach(), call.rows) for x in found))
@@ -100,6 +103,7 @@ class LogitsStatistics(torch.autograd.Function):
     """logits [M, V] -> the fields of ``CallStats``, [M]; with ``in_place`` the gradient overwrites the logits."""
 
     @staticmethod
+    @undivided
     def forward(ctx, logits: Tensor, call: Call, in_place: bool) -> tuple[Tensor | None, ...]:
         statistics = logits_rows(logits, call)
         ctx.in_place = in_place

@@ -80,9 +80,7 @@ def _gradient_product(
             left, right = halves(parts[part])
             left = _gradient(left, m, log_s, coefficients, c, labels, transform, n, v, v0, N, V)
             right = _gradient(right, m, log_s, coefficients, c, labels, transform, n, v + COLUMNS, v0 + COLUMNS, N, V)
-            store_tile(
-                da, n0, this * BV + column, results.index(PART), joined(left.to(da.dtype), right.to(da.dtype))
-            )
+            store_tile(da, n0, this * BV + column, results.index(PART), joined(left.to(da.dtype), right.to(da.dtype)))
     tma.store_wait(0)
 
 

@@ -154,16 +154,17 @@ def _statistics_product(
             parts = halves(z)
             m_new, arg = raised_maximum(_by_lanes(parts[0]), v0 + lane_column, m, arg, ARG)
             m_new, arg = raised_maximum(_by_lanes(parts[1]), v0 + COLUMNS + lane_column, m_new, arg, ARG)
-            if exponentials is not None:
-                m_new, arg = _agreed(m_new, arg)
+            m_new, arg = _agreed(m_new, arg)
             s, u, q, wt = raised_sums(m, m_new, s, u, q, wt, w, False)
             m = m_new
             for part in gl.static_range(2):
                 # A half of the columns at a time takes fewer registers.
                 v1 = v0 + part * COLUMNS
-                e, s, u, q, wt, w = added_tile(
-                    _by_lanes(parts[part]), v1 + lane_column, V, omega, m, s, u, q, wt, w, U, Q, False
-                )
+                weights = None
+                if omega is not None:
+                    vl = v1 + lane_column
+                    weights = gl.load(omega + vl, mask=vl < V, other=0.0)
+                e, s, u, q, wt, w = added_tile(_by_lanes(parts[part]), weights, m, s, u, q, wt, w, U, Q, False)
                 if exponentials is not None:  # noqa: SIM102 (decided at compile time, the place of the block is not)
                     if block * BN < K:
                         e_part = gl.convert_layout(_by_columns(e), part_layout, assert_trivial=True)

@@ -1,6 +1,9 @@
-"""A number on its way from the device to the host, asked for early and waited for late."""
+"""A number on its way from the device to the host, asked for early and waited for late; who may not ask."""
 
+import functools
+import sys
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +13,27 @@ from torch import Tensor
 def capturing() -> bool:
     """Whether launches go to a CUDA graph: then nothing runs yet, and nobody may wait for it."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def undivided(function: Callable) -> Callable:
+    """``function`` run as it is where a graph breaks around it: torch.compile would go on with the pieces inside.
+
+    It breaks where a call asks for what no compiled code can have: the host's answers.
+    """
+
+    left_alone: Callable | None = None
+
+    @functools.wraps(function)
+    def call(*args):
+        nonlocal left_alone
+        # Dynamo takes a second to import: where nobody has, nobody compiles.
+        if "torch._dynamo" not in sys.modules:
+            return function(*args)
+        if left_alone is None:
+            left_alone = torch.compiler.disable(function)
+        return left_alone(*args)
+
+    return call
 
 
 class _Slot(NamedTuple):
@@ -36,6 +60,7 @@ class HostRead:
     ``.item()`` waits for everything launched before it; this waits for its own copy alone.
     """
 
+    @undivided
     def __init__(self, scalar: Tensor) -> None:
         self._slot: _Slot | None = None
         self._value: int | float | bool = 0
@@ -48,9 +73,11 @@ class HostRead:
         else:
             self._value = scalar.item()
 
+    @undivided
     def arrived(self) -> bool:
         return self._slot is None or self._slot.landed.query()
 
+    @undivided
     def wait(self) -> int | float | bool:
         """The number, on the host."""
         if self._slot is not None:

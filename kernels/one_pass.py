@@ -28,7 +28,7 @@ from rlhf_losses.kernels.gemm import (
     narrowed,
     wide_product,
 )
-from rlhf_losses.kernels.host_read import HostRead
+from rlhf_losses.kernels.host_read import HostRead, undivided
 from rlhf_losses.kernels.statistics import CallStats, Coefficients, RowStatistics, of_rows
 
 # Chunks are whole blocks of rows of every kernel, and slices of vectors start where kernels like them to.
@@ -176,6 +176,7 @@ class OnePass(torch.autograd.Function):
     """
 
     @staticmethod
+    @undivided
     def forward(
         ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, objective: Objective, unit: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -187,8 +188,11 @@ class OnePass(torch.autograd.Function):
             ctx.unit = unit if hidden.dtype == torch.float16 else None
             gradients = _Gradients(hidden, weight, needs, len(chunks))
             parts = [_chunk(hidden, weight, bias, call, chunk, objective, ctx.unit, gradients) for chunk in chunks]
-        loss = torch.stack([value for value, _ in parts]).sum()
-        joined = (None if of[0] is None else torch.cat(of) for of in zip(*(found for _, found in parts), strict=True))
+        loss, joined = parts[0]
+        if len(parts) > 1:
+            loss = torch.stack([value for value, _ in parts]).sum()
+            fields = zip(*(found for _, found in parts), strict=True)
+            joined = RowStatistics(*(None if of[0] is None else torch.cat(of) for of in fields))
         fields = tuple(None if x is None else unpack(x, call.rows, len(hidden)) for x in joined)
         ctx.mark_non_differentiable(*(x for x in fields if x is not None))
         ctx.set_materialize_grads(False)

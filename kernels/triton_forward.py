@@ -109,7 +109,7 @@ def _statistics_kernel(
             if any_label(label, v0, BV):
                 store_label_logit(label_logit, z, n, v, v0, label, BV)
             e, m, s, u, q, arg, wt, w = absorb_tile(
-                z, v[None, :], V, omega, m, s, u, q, arg, wt, w,
+                z, v, V, omega, m, s, u, q, arg, wt, w,
                 partial.u is not None, partial.q is not None, partial.arg is not None, EXACT,
             )  # fmt: skip
             if values is not None:  # noqa: SIM102 (decided at compile time, the place of the block is not)
@@ -240,7 +240,7 @@ def linear_forward(
     # One allocation; each part starts where a tensor would, for which the kernels are compiled.
     size = cdiv(halves * splits * rows, 16) * 16
     label_logit, m, s, *others = torch.empty(3 + sum(there.values()), size, device=device).unbind()
-    parts = {name: others.pop() if needed else None for name, needed in there.items()}
+    parts = dict.fromkeys(there) | dict(zip((name for name, needed in there.items() if needed), others, strict=True))
     if parts["arg"] is not None:
         parts["arg"] = parts["arg"].view(torch.int32)
     sums = Sums(m, s, **parts)

@@ -60,7 +60,7 @@ def _statistics_kernel(
         a = tl.load(source + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
         z, _ = transform_tile(a, transform, ns, v, N, V)
         z = tl.where((v < V)[None, :], z, float("-inf"))
-        _, m, s, u, q, arg, wt, w = absorb_tile(z, v[None, :], V, omega, m, s, u, q, arg, wt, w, U, Q, ARG, EXACT)
+        _, m, s, u, q, arg, wt, w = absorb_tile(z, v, V, omega, m, s, u, q, arg, wt, w, U, Q, ARG, EXACT)
     column = label_columns(labels, ns, N, V)
     a_y = tl.load(source + column, mask=column >= 0, other=0.0).to(tl.float32)
     z_y, _ = transform_tile(a_y[None, :], transform, ns, column, N, V)

@@ -121,12 +121,14 @@ def _constants(tile: Tile, depth: int, dtype: torch.dtype, descriptors: bool, ov
         return constants
     # TF32's 10 bits, or an exponential to 2 ulp, would be the largest error of an fp32 model.
     exact = dtype == torch.float32
+    # Where one step is the whole product, tiles are pipelined, and their epilogue needs the third stage's memory.
+    stages = tile.stages if depth > tile.depth else min(tile.stages, 2)
     return constants | {
         "DESCRIPTORS": descriptors,
         "PRECISION": "ieee" if exact else "tf32",
         "EXACT": exact,
         "num_warps": tile.warps,
-        "num_stages": tile.stages,
+        "num_stages": stages,
     }
 
 

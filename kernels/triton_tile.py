@@ -146,12 +146,14 @@ def raised_sums(m, m_new, s, u, q, wt, w, EXACT: tl.constexpr):
 
 
 @triton.jit
-def added_tile(z, v, V, omega, m, s, u, q, wt, w, U: tl.constexpr, Q: tl.constexpr, EXACT: tl.constexpr):
-    """2^t [BN, BV] of a tile of logits, and the running sums [BN] with it; m is the maximum of all of them."""
+def added_tile(z, weights, m, s, u, q, wt, w, U: tl.constexpr, Q: tl.constexpr, EXACT: tl.constexpr):
+    """2^t [BN, BV] of a tile of logits, and the running sums [BN] with it; m is the maximum of all of them.
+
+    ``weights``: omega's of the columns, broadcast to z; or None.
+    """
     t = distance(z, tl.expand_dims(finite_shift(m), 1)) * LOG2E
     e = exp2(t, EXACT)
-    if omega is not None:
-        weights = tl.load(omega + v, mask=v < V, other=0.0)
+    if weights is not None:
         # A column that weighs nothing, padding too, adds 0; 0 * -inf would be NaN.
         wt += tl.sum(tl.where(weights != 0.0, weights * t, 0.0), 1)
         w += tl.sum(weights, 1)
@@ -166,13 +168,17 @@ def added_tile(z, v, V, omega, m, s, u, q, wt, w, U: tl.constexpr, Q: tl.constex
 def absorb_tile(
     z, v, V, omega, m, s, u, q, arg, wt, w, U: tl.constexpr, Q: tl.constexpr, ARG: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
-    """2^t [BN, BV] of one more tile of logits z, their columns v (rising, broadcast to z), and the sums [BN] after it.
+    """2^t [BN, BV] of one more tile of logits z, of columns v [BV] (rising), and the sums [BN] after it.
 
     The 2^t are relative to the m returned: where a row has its maximum so far, 2^t is exactly 1.
     """
-    m_new, arg = raised_maximum(z, v, m, arg, ARG)
+    m_new, arg = raised_maximum(z, v[None, :], m, arg, ARG)
     s, u, q, wt = raised_sums(m, m_new, s, u, q, wt, w, EXACT)
-    e, s, u, q, wt, w = added_tile(z, v, V, omega, m_new, s, u, q, wt, w, U, Q, EXACT)
+    weights = None
+    if omega is not None:
+        # Loaded as a vector: with a second axis, Triton keeps the load's layout for what it meets, whole tiles of z.
+        weights = tl.load(omega + v, mask=v < V, other=0.0)[None, :]
+    e, s, u, q, wt, w = added_tile(z, weights, m_new, s, u, q, wt, w, U, Q, EXACT)
     return e, m_new, s, u, q, arg, wt, w
 
 

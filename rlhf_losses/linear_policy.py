@@ -10,6 +10,7 @@ from rlhf_losses.kernels.one_pass import OnePass
 from rlhf_losses.kernels.statistics import CallStats
 from rlhf_losses.policy import LossOutput, PolicyLossConfig, loss_of_rows, require_kinds
 from rlhf_losses.policy_batch import FlatBatch, PolicyBatch
+from rlhf_losses.policy_losses import Metrics
 
 
 def linear_policy_loss(
@@ -91,16 +92,24 @@ def linear_policy_loss(
         loss, metrics = loss_of_rows(stats, flat, config)
     else:
         call = for_one_pass(call, workspace_bytes)
+        of_one_chunk: Metrics = {}
 
         def objective(stats: CallStats, rows: slice | Tensor) -> Tensor:
-            return loss_of_rows(stats, flat.rows(rows), config, all_metrics=False).loss
+            assert stats.log_probs is not None
+            whole = len(stats.log_probs) == len(call.labels)
+            loss, found = loss_of_rows(stats, flat.rows(rows), config, all_metrics=whole)
+            if whole:
+                of_one_chunk.update(found)
+            return loss
 
         largest = flat.token_weights.amax()
         unit = torch.where(largest > 0, largest, 1.0)
         loss, *fields = OnePass.apply(hidden, head, head_bias, call, objective, unit)
         stats = CallStats(*fields[2:])
-        with torch.no_grad():
-            metrics = loss_of_rows(stats, flat, config).metrics
+        metrics = of_one_chunk
+        if not metrics:
+            with torch.no_grad():
+                metrics = loss_of_rows(stats, flat, config).metrics
     # Last, so that its launches delay no kernel.
     validation.check_labels(call, len(head), validate, stats)
     metrics["passes"] = torch.full_like(metrics["policy_loss"], 2.0 if two_passes and learns else 1.0)

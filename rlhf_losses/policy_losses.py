@@ -73,8 +73,11 @@ def _clipped(ratio: Tensor, config: "PolicyLossConfig") -> Tensor:
 
 def _clip(t: Tokens, ratio: Tensor, config: "PolicyLossConfig") -> tuple[Tensor, Tensor]:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), and where the clip is the larger."""
-    plain, clipped = -t.advantages * ratio, -t.advantages * _clipped(ratio, config)
-    return torch.maximum(plain, clipped), clipped > plain
+    slope = -t.advantages
+    # Where the clipped one is the larger, the bound holds and there is no gradient.
+    plain, bound = slope * ratio, slope * _clipped(ratio.detach(), config)
+    clipped = bound > plain
+    return torch.where(clipped, bound, plain), clipped
 
 
 def _of_whole_sequences(name: str, config: "PolicyLossConfig") -> None:
@@ -95,8 +98,9 @@ def ppo(t: Tokens, c: "PolicyLossConfig") -> tuple[Tensor, Metrics]:
     metrics = {"clip_fraction": t.mean(clipped)}
     if c.dual_clip is not None:
         most = -t.advantages * c.dual_clip
-        metrics["dual_clip_fraction"] = t.mean((values > most) & (t.advantages < 0))
-        values = torch.where(t.advantages < 0, torch.minimum(most, values), values)
+        above = (values > most) & (t.advantages < 0)
+        metrics["dual_clip_fraction"] = t.mean(above)
+        values = torch.where(above, most, values)
     return values, metrics
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_losses.kernels import host_read
 from rlhf_losses.kernels.call import Call
-from rlhf_losses.kernels.host_read import HostRead
+from rlhf_losses.kernels.host_read import HostRead, undivided
 from rlhf_losses.kernels.statistics import OUTPUTS, CallStats, has_column
 from rlhf_losses.kernels.transform import usable_temperatures
 
@@ -97,6 +97,7 @@ def check_labels(call: Call, vocab: int, validate: str, found: CallStats) -> Non
         raise ValueError(message)
 
 
+@undivided
 def _on_host(values: Tensor) -> Tensor:
     """A copy, arrived when a later ``HostRead`` has. (In a GPU's memory it might be held in the pool of a graph.)"""
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)

@@ -82,6 +82,7 @@ VARIANTS = [
     (("log_probs",), torch.float32, 17, False, 0),
     (SMOOTHED, torch.bfloat16, 128, False, 0),
     (SMOOTHED, torch.bfloat16, 128, False, 2**20),
+    (SMOOTHED, torch.bfloat16, 16, False, 2**20),
     (SMOOTHED, torch.bfloat16, 17, True, 0),
     (SMOOTHED, torch.float32, 128, True, 2**20),
 ]

@@ -117,9 +117,9 @@ def off_by_a_thousandth(case):
     return stats._replace(log_probs=stats.log_probs + 1e-3)
 
 
-def with_a_wrong_gradient(case):
+def with_a_wrong_gradient(case, share=0.02):
     stats = two_passes(case)
-    return stats._replace(entropy=1.02 * stats.entropy - 0.02 * stats.entropy.detach())
+    return stats._replace(entropy=(1 + share) * stats.entropy - share * stats.entropy.detach())
 
 
 def not_a_number(case):
@@ -155,7 +155,7 @@ def test_rivals_may_fail_be_wrong_or_lack_a_softcap(tmp_path):
     providers = [
         Provider("ours, one pass", {"train": 3}, one_pass, ours=True, one_pass=True, softcap=True),
         Provider("broken", {"train": 3}, fails, softcap=True),
-        Provider("wrong", {"train": 3}, with_a_wrong_gradient),
+        Provider("wrong", {"train": 3}, lambda case: with_a_wrong_gradient(case, share=0.5)),
     ]
     out = tmp_path / "rivals"
     bench.main([*TINY, "--tokens", "128", "--tasks", "train", "--out", str(out)], providers)

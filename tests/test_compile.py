@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Capability, and the shared memory that a block of such a device may use: A100, H100 and H200, RTX 50.
-DEVICES = [(80, 166912), (90, 232448), (120, 101376)]
+# Capability, and the shared memory that a block of such a device may use: A100, H100 and H200, B200, RTX 50.
+DEVICES = [(80, 166912), (90, 232448), (100, 232448), (120, 101376)]
 
 
 @pytest.fixture(scope="module")

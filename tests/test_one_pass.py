@@ -17,7 +17,7 @@ from rlhf_losses import (
     linear_policy_loss,
     policy_loss,
 )
-from rlhf_losses.kernels import one_pass
+from rlhf_losses.kernels import one_pass, triton_scale
 from rlhf_losses.policy_losses import POLICY_LOSSES
 
 LOCAL = [name for name, loss in POLICY_LOSSES.items() if not loss.mixes_tokens]
@@ -415,6 +415,19 @@ def test_rows_in_front_are_an_order_in_place(share):
         assert source.sort().values.tolist() == some.nonzero().squeeze(1).tolist()
         places = torch.arange(count)
         assert ((source == places) | (source >= count)).all()
+
+
+@pytest.mark.parametrize("factor", [1.0, -2.5])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_gradients_are_scaled_to_the_last_block(dtype, factor, monkeypatch):
+    monkeypatch.setattr(triton_scale, "_PROGRAMS", 2)
+    x, scale = torch.randn(3, 6001, device=DEVICE), torch.tensor(factor, device=DEVICE)
+    in_place, other = x.to(dtype, copy=True), torch.zeros_like(x, dtype=dtype)
+    expected = [(values.float() * factor).to(dtype) for values in (in_place, x)]
+    triton_scale.scale_to(in_place, in_place, scale)
+    triton_scale.scale_to(other, x, scale)
+    assert torch.equal(in_place, expected[0])
+    assert torch.equal(other, expected[1])
 
 
 @pytest.mark.parametrize(

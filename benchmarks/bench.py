@@ -18,8 +18,8 @@ providers.py, shapes in shapes.py, what has to be reached in report.py.
   are two passes (the logits again).
 - Skipping: a quarter of the tokens, at random, is masked, a quarter more has advantage 0. The reference is made from
   the op on the active tokens alone, gathered beforehand: forward of the unmasked + backward of those with a gradient.
-  In one pass, where these can't be timed apart, one third of the time for the unmasked + two thirds of that for those
-  with a gradient, as of the three products.
+  In one pass, where these can't be timed apart, one third of the time for the unmasked, had all of them a gradient,
+  + two thirds of that for those which have one, as of the three products.
 - Slow rivals run up to 8192 tokens, and at 16384 x 4096 x 151936.
 - Memory: peak beyond the inputs, results included.
 """
@@ -169,7 +169,8 @@ class Skip:
     def __init__(self, provider: Provider, case: Case):
         mask, advantages = case.batch.mask, case.batch.advantages
         assert mask is not None
-        unmasked = case.gathered(mask.nonzero().squeeze(1))
+        # Where forward and backward are one, only a run with all gradients says what its forward takes.
+        unmasked = case.gathered(mask.nonzero().squeeze(1), none_idle=provider.one_pass)
         active = case.gathered((mask & (advantages != 0)).nonzero().squeeze(1))
         both = partial(evaluate, provider, "skip")
         forward = partial(loss_of, provider, "skip")
@@ -321,8 +322,12 @@ def merged(files: Sequence[Path]) -> dict:
                 raise ValueError(f"--merge: expected one {fact}, got {first[fact]} and, in {file}, {part[fact]}")
     have = {(row["model"], row["N"]) for part in parts for row in part["rows"]}
     left_out = {line for part in parts for line in part["left_out"]}
+    everywhere = set.intersection(*(set(part["absent"]) for part in parts))
+    for part in parts:
+        shapes = ", ".join(f"{row['model']} {row['N']}" for row in part["rows"])
+        left_out |= {f"{name}: {why} ({shapes})" for name, why in part["absent"].items() if name not in everywhere}
     return first | {
-        "absent": {name: why for part in parts for name, why in part["absent"].items()},
+        "absent": {name: why for name, why in first["absent"].items() if name in everywhere},
         "rows": [row for part in parts for row in part["rows"]],
         "left_out": sorted(x for x in left_out if not any(x.startswith(f"{m}, {n} tokens:") for m, n in have)),
         "seconds": sum(part["seconds"] for part in parts),

@@ -43,12 +43,15 @@ class Case:
     config: PolicyLossConfig
     extreme: float
 
-    def gathered(self, rows: Tensor) -> "Case":
-        """These tokens alone, as if there were no others."""
+    def gathered(self, rows: Tensor, *, none_idle: bool = False) -> "Case":
+        """These tokens alone, as if there were no others; ``none_idle``: and as if all had a gradient."""
         problem, batch = self.problem, self.batch
         assert batch.old_log_probs is not None
         hidden = problem.hidden.detach()[rows].requires_grad_()
-        picked = PolicyBatch(advantages=batch.advantages[rows], old_log_probs=batch.old_log_probs[rows])
+        advantages = batch.advantages[rows]
+        if none_idle:
+            advantages = advantages.where(advantages != 0, 1.0)
+        picked = PolicyBatch(advantages=advantages, old_log_probs=batch.old_log_probs[rows])
         return replace(self, problem=replace(problem, hidden=hidden, labels=problem.labels[rows]), batch=picked)
 
 

@@ -72,6 +72,26 @@ def test_ratios_are_times_over_gemms(whole):
         assert of_row(row, "skip", "ours, one pass")["reference_ms"] == pytest.approx(unmasked / 3 + active * 2 / 3)
 
 
+def test_what_skipping_is_held_against():
+    """Two passes: a forward of the unmasked tokens. One pass: a third of both, of which none may be idle."""
+    problem = peaked(TINY_MODELS[0], 128, "cpu")
+    case = bench.make_cases(problem, ("skip",))["skip"]
+    for one_pass_too, idle in ((False, True), (True, False)):
+        seen = []
+
+        def run(case, seen=seen):
+            seen.append(case.batch.advantages)
+            return two_passes(case)
+
+        for alone in bench.Skip(Provider("spy", {"skip": 3}, run, one_pass=one_pass_too), case).runs:
+            alone()
+        unmasked, *_, active = seen
+        assert len(unmasked) == int(case.batch.mask.sum())
+        assert bool((unmasked == 0).any()) == idle
+        assert bool((active == 0).any()) is False
+        assert len(active) == int((case.batch.mask & (case.batch.advantages != 0)).sum())
+
+
 def test_errors_are_measured(whole):
     # bf16 gradients are never exact, and logits rounded to bf16 are off by more than ours may be.
     for row in whole[0]["rows"]:
@@ -172,7 +192,7 @@ def test_rivals_may_fail_be_wrong_or_lack_a_softcap(tmp_path):
 def test_no_time_left_is_said_and_runs_are_merged(tmp_path):
     run = [*TINY, "--tasks", "forward", "--tokens", "128", "--commit", "abc"]
     bench.main([*run, "--models", "tiny", "--out", str(tmp_path / "a")])
-    bench.main([*run, "--models", "tiny-softcap", "--out", str(tmp_path / "b")])
+    bench.main([*run, "--models", "tiny-softcap", "--providers", "ours", "--out", str(tmp_path / "b")])
     bench.main([*run, "--seconds", "1e-6", "--out", str(tmp_path / "none")])
     assert read(tmp_path / "none")["left_out"] == [
         f"{model.name}, 128 tokens: no time left of 1e-06 s" for model in TINY_MODELS
@@ -181,7 +201,8 @@ def test_no_time_left_is_said_and_runs_are_merged(tmp_path):
     bench.main(["--merge", *parts, "--out", str(tmp_path / "all")])
     whole = read(tmp_path / "all")
     assert [row["model"] for row in whole["rows"]] == ["tiny", "tiny-softcap"]
-    assert whole["left_out"] == []
+    assert "naive: not asked for (tiny-softcap 128)" in whole["left_out"]
+    assert "naive" not in whole["absent"]
     other = read(tmp_path / "b") | {"commit": "def"}
     (tmp_path / "b.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="expected one commit, got abc"):

@@ -54,10 +54,24 @@ def is_narrow(b: Tensor) -> bool:
     return b.is_cuda and b.element_size() == 2 and b.shape[1] <= 1024
 
 
+def narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a [M, K] @ b [K, N] of 16 bits, b narrow, rounded once, to ``dtype``: a view of (b^T @ a^T)^T.
+
+    M is any number of tokens, and cuBLAS keeps its fast kernels for rows that begin at multiples of 16 bytes.
+    """
+    rows = len(a)
+    transposed = a.new_empty(b.shape[1], rows + -rows % 8, dtype=dtype)[:, :rows]
+    if dtype == a.dtype:
+        return torch.mm(b.T, a.T, out=transposed).T
+    return torch.mm(b.T, a.T, out_dtype=dtype, out=transposed).T
+
+
 def added_tall_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """``added_product``, whose result may be a transposed view, where a is tall and b may be narrow."""
     if not is_narrow(b):
         return added_product(total, a, b)
+    if total is None and _has_wide_product(a):
+        return narrow_product(a, b, accumulator_dtype(a.dtype))
     return added_product(None if total is None else total.T, b.T, a.T).T
 
 

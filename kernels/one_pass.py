@@ -25,6 +25,7 @@ from rlhf_losses.kernels.gemm import (
     all_finite,
     finite_for_product,
     is_narrow,
+    narrow_product,
     narrowed,
     wide_product,
 )
@@ -114,7 +115,7 @@ class _Gradients:
             assert self._finite is not None
             weight = finite_for_product(self._weight, self._finite)
             if self._narrow and is_narrow(weight):
-                self.d_hidden[rows] = (weight.T @ da.T).T
+                self.d_hidden[rows] = narrow_product(da, weight, weight.dtype)
             elif self._narrow and isinstance(rows, slice):
                 torch.mm(da, weight, out=self.d_hidden[rows])
             else:

@@ -305,3 +305,25 @@ def test_a_matrix_is_narrowed_in_its_own_memory(rows, bytes_, monkeypatch):
     assert torch.equal(got, want)
     # What fits the buffer is the buffer.
     assert (got.data_ptr() == memory) == (rows > max(1, bytes_ // 10))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 21])
+def test_products_with_narrow_heads_keep_their_rows_aligned(rows):
+    a, b = torch.randn(rows, 40, device=DEVICE).to(HALF), torch.randn(40, 24, device=DEVICE).to(HALF)
+    got = gemm.narrow_product(a, b, HALF)
+    assert got.shape == (rows, 24)
+    assert got.stride(1) * got.element_size() % 16 == 0
+    torch.testing.assert_close(got.double(), a.double() @ b.double(), rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 21])
+def test_products_with_narrow_heads_add_up_in_place(rows):
+    a, b = torch.randn(rows, 40, device=DEVICE).to(HALF), torch.randn(40, 24, device=DEVICE).to(HALF)
+    first = gemm.added_tall_product(None, a, b)
+    memory = first.data_ptr()
+    got = gemm.added_tall_product(first, a, b)
+    assert got.data_ptr() == memory
+    assert got.dtype == torch.float32
+    assert got.stride(1) * got.element_size() % 16 == 0
+    torch.testing.assert_close(got.double(), 2 * (a.double() @ b.double()), rtol=1e-5, atol=1e-5)

@@ -120,6 +120,13 @@ def test_a_bound_that_shows_nothing_fails(text):
     assert "shows nothing" in problems(runs | {REORDERED: runs[UNFUSED]})["loss"]
     far = {"loss": [x + 1 for x in runs[UNFUSED]["loss"]], "grad_norm": runs[REORDERED]["grad_norm"]}
     assert "shows nothing" in problems(runs | {REORDERED: far})["loss"]
+    # One update of the other order is far off, as one of 16 bits can be: then the median decides.
+    norms = runs[REORDERED]["grad_norm"]
+    once = runs | {REORDERED: runs[REORDERED] | {"grad_norm": [norms[0] + 100, *norms[1:]]}}
+    assert not problems(once)
+    assert [verdict.measure for verdict in judge(once)] == ["largest", "median"]
+    shifted = [x * 1.001 for x in runs[UNFUSED]["grad_norm"]]
+    assert "times the bound" in problems(once | {FUSED: runs[FUSED] | {"grad_norm": shifted}})["grad_norm"]
     lost = runs[FUSED] | {"loss": [float("nan")] * 12}
     assert problems(runs | {FUSED: lost}) == {"loss": "not finite"}
 
@@ -135,6 +142,12 @@ def test_the_command_writes_and_judges(text, tmp_path, monkeypatch, capsys):
     assert [verdict["curve"] for verdict in written["verdicts"]] == ["loss", "grad_norm"]
     assert {len(values) for run in written["curves"].values() for values in run.values()} == {12}
     assert (tmp_path / "new" / "gemma2-cpu.png").stat().st_size > 5000
+    file = tmp_path / "new" / "gemma2-cpu.json"
+    file.write_text(json.dumps({name: value for name, value in written.items() if name != "verdicts"}))
+    with pytest.raises(SystemExit) as ended:
+        convergence.main(["--judge", str(file)])
+    assert ended.value.code == 0
+    assert json.loads(file.read_text()) == written
     monkeypatch.setattr(convergence, "FACTOR", 0.0)
     with pytest.raises(SystemExit) as ended:
         command()

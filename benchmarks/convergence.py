@@ -187,10 +187,9 @@ class Verdict:
         fused, others = (
             [abs(a - b) for a, b in zip(runs[name][curve], values, strict=True)] for name in (FUSED, REORDERED)
         )
-        measure, measured = "largest", max
-        if max(others) >= LARGEST_BOUND * span:
-            measure, measured = "median", statistics.median
-        difference, bound = measured(fused), measured(others)
+        measure, difference, bound = "largest", max(fused), max(others)
+        if bound >= LARGEST_BOUND * span:
+            measure, difference, bound = "median", statistics.median(fused), statistics.median(others)
         problem = None
         if not all(math.isfinite(x) for run in runs.values() for x in run[curve]):
             problem = "not finite"

@@ -1,6 +1,7 @@
 """A call made ready for the Triton kernels: operands as descriptors or pointers, tile, constants, which kernel."""
 
 import functools
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -17,25 +18,35 @@ from rlhf_losses.kernels.transform import LogitTransform
 
 # Gluon is experimental: the Hopper kernels run with the versions of Triton that they have been run with.
 _OVERLAP_TRITON = ("3.6.",)
+# An error of 2^-22 of it is 1.5e-5, that of a product of 16 bits and a few thousand terms.
+_ROUGH_CAP = 64
 _TRITON_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 class Transform(NamedTuple):
-    """``LogitTransform`` for a kernel: a part that is None vanishes at compile time, a value compiles nothing anew."""
+    """``LogitTransform`` for a kernel: a part that is None vanishes at compile time, a value compiles nothing anew.
+
+    softcap_rate  2 log2(e) / softcap, None where a logit must not be off by 2^-22 of the cap
+    """
 
     bias: Tensor | None  # [V]
     scale: float | None
     softcap: float | None
+    softcap_rate: float | None
     inverse_temperature: float | None
     inverse_temperatures: Tensor | None  # [N] fp32
 
     @classmethod
-    def of(cls, transform: LogitTransform) -> "Transform":
+    def of(cls, transform: LogitTransform, dtype: torch.dtype = torch.float32) -> "Transform":
+        """``dtype``: of the operands whose products are transformed. With 16 bits those have an error of their own."""
+        cap = transform.softcap
+        rough = cap is not None and cap <= _ROUGH_CAP and dtype.itemsize == 2
         per_token = isinstance(transform.temperature, Tensor)
         return cls(
             bias=None if transform.bias is None else transform.bias.contiguous(),
             scale=None if transform.scale is None else float(transform.scale),
-            softcap=None if transform.softcap is None else float(transform.softcap),
+            softcap=None if cap is None else float(cap),
+            softcap_rate=2 * math.log2(math.e) / cap if rough else None,
             inverse_temperature=None if per_token or transform.temperature == 1 else 1.0 / transform.temperature,
             inverse_temperatures=transform.temperature.float().reciprocal().contiguous() if per_token else None,
         )
@@ -159,7 +170,7 @@ class Problem(NamedTuple):
         return cls(
             hidden=_blocks(hidden, tile.rows, tile.depth, descriptors, overlapped),
             weight=_blocks(weight, columns, tile.depth, descriptors, overlapped),
-            transform=Transform.of(transform),
+            transform=Transform.of(transform, hidden.dtype),
             stride_n=hidden.stride(0),
             stride_v=weight.stride(0),
             tile=tile,

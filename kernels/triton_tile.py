@@ -35,7 +35,13 @@ def transform_tile(a, transform, n, v, N, V):
     if transform.scale is not None:
         z = z * transform.scale
         slope = slope * transform.scale
-    if transform.softcap is not None:
+    if transform.softcap_rate is not None:
+        # With e = exp(2x): tanh = 1 - 2 / (1 + e), and 1 - tanh^2 = 4e / (1 + e)^2. The reciprocal of 2^126 is normal.
+        e = exp2(tl.minimum(z * transform.softcap_rate, 126.0, propagate_nan=tl.PropagateNan.ALL), False)
+        r = reciprocal(1.0 + e)
+        z = transform.softcap - 2.0 * transform.softcap * r
+        slope = slope * (4.0 * (e * r) * r)
+    elif transform.softcap is not None:
         # With e = exp(-2|x|): tanh = (1 - e) / (1 + e), and 1 - tanh^2 = 4e / (1 + e)^2 without cancellation. Near 0,
         # where 1 - e cancels, the Taylor series of tanh; the first term left out is 5e-8 of it.
         x = z * (1.0 / transform.softcap)

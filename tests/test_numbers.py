@@ -117,6 +117,17 @@ def test_n5_slope_of_a_capped_logit_keeps_its_digits(logit, backend, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("cap", [1.0, 30.0, 64.0, 100.0])
+def test_a_capped_logit_is_off_by_ulps_of_the_cap(cap, backend, dtype):
+    logits = torch.tensor([-1e4, -152, -40, -8, -1, -0.125, 0, 0.125, 1, 5, 40, 152, 1e4], device=DEVICE)[:, None]
+    # With one entry in the vocabulary the log-sum-exp is z.
+    inputs = logits_as_head(logits.tolist(), exact(backend, dtype))
+    got = evaluate(inputs, backend, ("logsumexp",), softcap=cap)["logsumexp"]
+    products = inputs.hidden.double() @ inputs.weight[0].double()
+    assert ((got - cap * torch.tanh(products / cap)).abs() <= 2**-21 * cap).all()
+
+
+@DTYPES
 @pytest.mark.parametrize(
     ("scale", "log_prob", "entropy"), [(0.125, -1.682615, 2.039440), (1 / 16, -1.870924, 2.069252)]
 )

@@ -36,6 +36,7 @@ from rlhf_losses.kernels.statistics import CallStats, Coefficients, RowStatistic
 _ROW_BLOCK = 128
 
 Objective = Callable[[CallStats, slice | Tensor], Tensor]
+Unit = Callable[[], Tensor]
 
 
 def _chunk_rows(call: Call, weight: Tensor, keeps_weight_gradient: bool) -> int:
@@ -172,21 +173,21 @@ class OnePass(torch.autograd.Function):
     """hidden [M, H], weight [V, H], bias [V] or None -> the loss; ``RowStatistics`` [M], field by field, no gradient.
 
     ``objective(stats, rows)`` is the loss of the tokens ``rows`` of the M, whose statistics are given; differentiable
-    torch. The loss is the sum over all tokens that ``call`` counts, in any cut. ``unit``, a number on the device, is as
-    large as the loss's gradients are; fp16, which has few small numbers, computes in it.
+    torch. The loss is the sum over all tokens that ``call`` counts, in any cut. ``unit()``, a number on the device, is
+    as large as the loss's gradients are; fp16, which has few small numbers, computes in it, and nobody else asks.
     """
 
     @staticmethod
     @undivided
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, objective: Objective, unit: Tensor
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, objective: Objective, unit: Unit
     ) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:3]
         size = _chunk_rows(call, weight, needs[1])
         total = len(call.labels)
         chunks = [slice(start, min(start + size, total)) for start in range(0, total, size)]
         with without_autocast(hidden):
-            ctx.unit = unit if hidden.dtype == torch.float16 else None
+            ctx.unit = unit() if hidden.dtype == torch.float16 else None
             gradients = _Gradients(hidden, weight, needs, len(chunks))
             parts = [_chunk(hidden, weight, bias, call, chunk, objective, ctx.unit, gradients) for chunk in chunks]
         loss, joined = parts[0]

@@ -122,7 +122,7 @@ def linear_cross_entropy(
     one_pass = not no_host and reduction != "none" and call.backend != "reference" and call.can_keep(hidden.dtype)
     if one_pass and wants_gradient(hidden, head, head_bias) and len(call.labels) > 0:
         call = for_one_pass(call, workspace_bytes)
-        loss, *fields = OnePass.apply(hidden, head, head_bias, call, terms.loss, terms.unit())
+        loss, *fields = OnePass.apply(hidden, head, head_bias, call, terms.loss, terms.unit)
         stats = CallStats(*Recomputed.apply(hidden, head, head_bias, call, RowStatistics(*fields)))
     else:
         stats = head_statistics(hidden, head, head_bias, call)

@@ -102,8 +102,10 @@ def linear_policy_loss(
                 of_one_chunk.update(found)
             return loss
 
-        largest = flat.token_weights.amax()
-        unit = torch.where(largest > 0, largest, 1.0)
+        def unit() -> Tensor:
+            largest = flat.token_weights.amax()
+            return torch.where(largest > 0, largest, 1.0)
+
         loss, *fields = OnePass.apply(hidden, head, head_bias, call, objective, unit)
         stats = CallStats(*fields[2:])
         metrics = of_one_chunk

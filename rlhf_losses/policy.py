@@ -173,13 +173,14 @@ def loss_of_rows(
     """
     mask, weights = batch.mask, batch.token_weights
     assert stats.log_probs is not None
-    l = kept_values(stats.log_probs, mask)
-    entropy = None if stats.entropy is None else kept_values(stats.entropy, mask)
+    outside = ~mask
+    l = kept_values(stats.log_probs, outside)
+    entropy = None if stats.entropy is None else kept_values(stats.entropy, outside)
     old = l.detach() if batch.old_log_probs is None else batch.old_log_probs
     tokens = Tokens(l, old, batch.advantages, mask, batch.sequences)
 
     def aggregate(per_token: Tensor) -> Tensor:
-        return torch.where(mask, per_token * weights, 0.0).sum()
+        return (per_token * weights).masked_fill(outside, 0.0).sum()
 
     values, metrics = POLICY_LOSSES[config.loss].function(tokens, config)
     rollout = batch.rollout(old, config)
@@ -202,11 +203,11 @@ def loss_of_rows(
     if entropy is not None:
         metrics["entropy"] = tokens.mean(entropy)
     ratio = tokens.ratio.detach()
-    least = torch.where(mask, ratio, torch.inf).amin() if len(ratio) else ratio.sum()
+    least = ratio.masked_fill(outside, torch.inf).amin() if len(ratio) else ratio.sum()
     metrics |= {
         "approx_kl": tokens.mean(-tokens.log_ratio),
         "ratio_mean": tokens.mean(ratio),
-        "ratio_min": least.where(mask.any(), 0.0),
-        "ratio_max": torch.where(mask, ratio, 0.0).amax() if len(ratio) else ratio.sum(),
+        "ratio_min": least.masked_fill(outside.all(), 0.0),
+        "ratio_max": ratio.masked_fill(outside, 0.0).amax() if len(ratio) else ratio.sum(),
     }
     return LossOutput(loss, metrics)

@@ -143,10 +143,11 @@ class FlatBatch:
         mask = torch.ones_like(sequences.index, dtype=torch.bool) if given_mask is None else given_mask != 0
         if counts is not None:
             mask = mask & counts
+        outside = ~mask
 
         def kept(field: str) -> Tensor | None:
             values = flat_values(field, getattr(batch, field), name, like)
-            return None if values is None else kept_values(values.detach(), mask)
+            return None if values is None else kept_values(values.detach(), outside)
 
         advantages = kept("advantages")
         assert advantages is not None
@@ -200,6 +201,6 @@ class FlatBatch:
         return _rollout_weights(old, self.rollout_log_probs, self.mask, self.sequences, config)
 
 
-def kept_values(values: Tensor, mask: Tensor) -> Tensor:
-    """[N] in the accumulator's dtype, 0 where ``mask`` is False, whatever lies there."""
-    return torch.where(mask, values.to(accumulator_dtype(values.dtype)), 0.0)
+def kept_values(values: Tensor, outside: Tensor) -> Tensor:
+    """[N] in the accumulator's dtype, 0 where ``outside`` [N] bool says so, whatever lies there."""
+    return values.to(accumulator_dtype(values.dtype)).masked_fill(outside, 0.0)

@@ -39,16 +39,19 @@ class Tokens:
     log_ratio: Tensor = field(init=False)
     ratio: Tensor = field(init=False)
     count: Tensor = field(init=False)
+    outside: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         log_ratio = self.log_probs - self.old_log_probs
         object.__setattr__(self, "log_ratio", log_ratio)
         object.__setattr__(self, "ratio", log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp())
         object.__setattr__(self, "count", self.mask.sum().clamp(min=1))
+        # (torch.where with a number makes a tensor of it first, a launch more, and once more in the backward.)
+        object.__setattr__(self, "outside", ~self.mask)
 
     def mean(self, values: Tensor) -> Tensor:
         """Over the tokens that count, without gradient; 0 where none does."""
-        return torch.where(self.mask, values.detach().float(), 0.0).sum() / self.count
+        return values.detach().float().masked_fill(self.outside, 0.0).sum() / self.count
 
 
 class PolicyLoss(NamedTuple):

@@ -286,7 +286,7 @@ def problems(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, Cal
 
 
 def run(arguments: argparse.Namespace, providers: Sequence[Provider]) -> dict:
-    begin, pace = time.monotonic(), 0.0
+    begin, pace, last = time.monotonic(), 0.0, 0.0
     found, absent = available(providers, arguments.providers, arguments.device)
     results: dict = {
         **facts(arguments.commit, arguments.device),
@@ -301,8 +301,8 @@ def run(arguments: argparse.Namespace, providers: Sequence[Provider]) -> dict:
     model = None
     for name, tokens, flops, make in problems(arguments):
         started = time.monotonic()
-        # As the model's call before it, of fewer tokens; its first call compiles, and says nothing.
-        least = pace * flops
+        # By the model's shape before it; the first of a model compiles, and says no more than how long it took.
+        least = pace * flops if pace and name == model else last
         if arguments.seconds and started - begin + least > arguments.seconds:
             results["left_out"].append(f"{name}, {tokens} tokens: no time left of {arguments.seconds} s")
             continue
@@ -310,7 +310,8 @@ def run(arguments: argparse.Namespace, providers: Sequence[Provider]) -> dict:
         if compiles:
             known, model = set(), name
         row = measure(make(), found, arguments.tasks, known, arguments.turns, arguments.device)
-        pace = 0.0 if compiles else (time.monotonic() - started) / flops
+        last = time.monotonic() - started
+        pace = 0.0 if compiles else last / flops
         if arguments.device != "cpu":
             torch.cuda.empty_cache()
         results["rows"].append(row)
@@ -328,10 +329,14 @@ def merged(files: Sequence[Path]) -> dict:
         for fact in ("device", "torch", "triton", "rlhf_losses", "commit", "packages", "tasks"):
             if part[fact] != first[fact]:
                 raise ValueError(f"--merge: expected one {fact}, got {first[fact]} and, in {file}, {part[fact]}")
-    have = {(row["model"], row["N"]) for part in parts for row in part["rows"]}
+    rows = [(row["model"], row["N"]) for part in parts for row in part["rows"]]
+    have = set(rows)
+    if len(have) < len(rows):
+        twice = sorted(shape for shape in have if rows.count(shape) > 1)
+        raise ValueError(f"--merge: expected every shape once, got {twice} several times")
     left_out = {line for part in parts for line in part["left_out"]}
     everywhere = set.intersection(*(set(part["absent"]) for part in parts))
-    for part in parts:
+    for part in (part for part in parts if part["rows"]):
         shapes = ", ".join(f"{row['model']} {row['N']}" for row in part["rows"])
         left_out |= {f"{name}: {why} ({shapes})" for name, why in part["absent"].items() if name not in everywhere}
     return first | {

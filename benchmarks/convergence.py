@@ -13,8 +13,8 @@ another order: over tokens (the rows of each batch reversed), in every linear la
 every other column), and over the vocabulary (reversed; logsumexp and entropy in chunks of it). The largest difference
 of the two is the bound, and the fused run has to stay within FACTOR times it, in every curve: the loss; the gradient's
 norm, since AdamW does not see a gradient's scale; in rl the entropy. In 16 bits one update can put two runs far apart:
-a largest difference that is no small part of what its curve covers gives way to the median of all updates, and if that
-is none either the bound shows nothing, and the case fails.
+where the largest difference is no small part of what its curve covers, the median of all updates is bounded, too, and
+if that is none either the bound shows nothing, and the case fails.
 
 Writes CASE-DEVICE.json and .png to --out, and ends with 1 and the numbers if a case fails; --judge FILES judges curves
 that were written before, and rewrites their verdicts and figures. What has to be installed: docs/convergence.md.
@@ -170,8 +170,8 @@ def reorder(model: Any) -> None:
 @dataclass(frozen=True)
 class Verdict:
     """Of one curve: how far the fused run is from the unfused one, and the one in another order, which bounds it; and
-    the range of the unfused values. ``measure``: the "largest" of all updates; their "median" where that bound, which
-    one update decides, is no small part of the range."""
+    the range of the unfused values. ``measure``: the "largest" of all updates; their "median" as well where that bound,
+    which one update decides, is no small part of the range."""
 
     curve: str
     measure: str
@@ -195,7 +195,7 @@ class Verdict:
             problem = "not finite"
         elif not 0 < bound < LARGEST_BOUND * span:
             problem = f"expected a bound above 0 and below {LARGEST_BOUND} of the range, this one shows nothing"
-        elif difference > FACTOR * bound:
+        elif difference > FACTOR * bound or max(fused) > FACTOR * max(others):
             problem = f"expected at most {FACTOR:g} times the bound"
         return cls(curve, measure, difference, bound, span, problem)
 

@@ -263,6 +263,11 @@ def _lora_head_forward(self: nn.Module, hidden_states: Tensor, *args, request=No
     """PEFT's LoRA layer around the head: h W' + s (dropout(h) A') B' is one product of wider operands."""
     if request is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
+    if kwargs.get("adapter_names") is not None:
+        raise ValueError(
+            "adapter_names: expected None, the fused head has one product for all rows, got a name per row; call it "
+            "without labels, or of fuse_head with in_eval=False"
+        )
     if self.disable_adapters and self.merged:
         self.unmerge()  # as PEFT's own forward does
     base = self.get_base_layer()
@@ -273,10 +278,11 @@ def _lora_head_forward(self: nn.Module, hidden_states: Tensor, *args, request=No
                 continue
             down, up = self.lora_A[name], self.lora_B[name]
             variant = self.use_dora.get(name) or getattr(self, "lora_variant", {}).get(name)
-            if variant or up.bias is not None or not all(type(x) is nn.Linear for x in (up, down)):
+            plain = all(type(x) is nn.Linear for x in (up, down)) and up.bias is None
+            if variant or not plain:
                 raise ValueError(
                     f"adapter {name!r} on the head: expected a plain LoRA pair of nn.Linear, got {variant or up}; "
-                    "DoRA, lora_bias and FSDP1-wrapped adapters are not served: keep them off lm_head"
+                    "DoRA, aLoRA, AdaLoRA, lora_bias and FSDP1-wrapped adapters are not served: keep them off lm_head"
                 )
             x = self.lora_dropout[name](hidden_states.to(down.weight.dtype))
             hidden.append((down(x) * self.scaling[name]).to(hidden_states.dtype))
@@ -374,6 +380,11 @@ class FusedHead:
         ``product`` is the type in which they came out of the head, where that is known: many are widened after it.
         Raises ValueError with the numbers where they differ.
         """
+        if not hidden_states.isfinite().all():
+            raise ValueError(
+                f"{type(model).__name__}: expected finite hidden states of the first tokens, which the fused head is "
+                f"checked with, got {hidden_states}"
+            )
         labels = logits.argmax(-1)
         names = ("log_probs", "entropy", "logsumexp")
         with without_dropout(head):
@@ -385,7 +396,9 @@ class FusedHead:
         if torch.is_autocast_enabled(logits.device.type):
             types.add(torch.get_autocast_dtype(logits.device.type))
         eps = max(2.0**-11, *(torch.finfo(dtype).eps for dtype in types))
-        bound = 4 * eps * max(1.0, logits.abs().max().item())
+        # A column that is switched off (a bias of -1e9, -inf) has no part in the numbers, nor in what they may be off.
+        near = logits >= logits.amax(-1, keepdim=True) - 40
+        bound = 4 * eps * max(1.0, logits.abs().where(near, 0.0).max().item())
         if not all(math.isfinite(error) and error <= bound for error in errors.values()):
             raise ValueError(
                 f"{type(model).__name__}: expected the fused head to give the model's own numbers on {labels.numel()} "

@@ -26,6 +26,7 @@ from rlhf_losses.integrations.fused_head import (
     Entrance,
     FusedHead,
     HeadOptions,
+    HeadRequest,
     attach,
     detach,
     fused_head_of,
@@ -198,6 +199,9 @@ class _StandIn:
         if not self.fused.checked and hidden_states.numel():
             self.checked_rows = hidden_states.detach().flatten(0, -2)[:CHECKED_TOKENS]
             with torch.no_grad(), without_dropout(self.head):
+                # Adapters that the fused head does not serve say so here.
+                labels = torch.zeros(len(self.checked_rows), dtype=torch.int64, device=hidden_states.device)
+                self.head(self.checked_rows, request=HeadRequest(labels, outputs=()), score=self.fused.score)
                 sample = self.head(self.checked_rows)
                 self.product = sample.dtype
         return UnwrittenLogits(hidden_states, _layer(self.head).out_features, self._loss, sample)
@@ -213,13 +217,14 @@ class _StandIn:
     ) -> Tensor:
         self.state = _SCORED
         fused = self.fused
-        if sample is not None:
+        if sample is not None and not fused.checked:
             fused.transform = transform
             fused.compare(self.model, self.head, self.checked_rows, sample, self.product)
         elif transform != fused.transform and fused.checked:
             raise ValueError(
                 f"{type(self.model).__name__}: expected the logit transform {fused.transform or 'none'} that was "
-                f"checked, got {transform or 'none'}; after a change of the config, unfuse_head and fuse_head"
+                f"checked, got {transform or 'none'}; after a change of the config, unfuse_head and fuse_head; a loss "
+                "that scales the logits by several numbers, or by one that changes, trains without the fused head"
             )
         settings["label_smoothing"] = settings["label_smoothing"] or fused.label_smoothing
         request = _Loss(target.to(hidden_states.device), **settings)

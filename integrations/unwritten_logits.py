@@ -8,6 +8,7 @@ shift of the labels, the normalisation and every loss that the model adds to tha
 What it can't follow is refused by name.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -105,9 +106,12 @@ class UnwrittenLogits:
 
     def view(self, *shape: Any):
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if shape[-1] != self._vocab:
+        rest = shape[:-1]
+        # -1 may stand for the vocabulary: where the other sides hold all tokens.
+        whole = shape[-1] == -1 and -1 not in rest and math.prod(rest) == self._hidden.shape[:-1].numel()
+        if shape[-1] != self._vocab and not whole:
             raise Unfollowed(f"logits.view{shape} of logits {list(self.shape)} breaks the vocabulary up")
-        return self._with(self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]))
+        return self._with(self._hidden.reshape(*rest, self._hidden.shape[-1]))
 
     reshape = view
 
@@ -153,6 +157,8 @@ class UnwrittenLogits:
                 return args[0]._cross_entropy(*args[1:], **kwargs)
             if func in (torch.tanh, Tensor.tanh):
                 return args[0].tanh()
+            if func is torch.flatten:
+                return args[0].flatten(*args[1:], **kwargs)
         raise Unfollowed(f"{getattr(func, '__name__', func)}() is called on the logits")
 
     def _cross_entropy(

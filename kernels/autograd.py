@@ -116,7 +116,7 @@ class LogitsStatistics(torch.autograd.Function):
     def backward(ctx, *upstream: Tensor | None):
         if ctx.overwritten:
             raise RuntimeError(
-                "log_probs_from_logits: expected one backward with inplace_backward=True, got a second; "
+                "expected one backward with inplace_backward=True, got a second (each output's is one); "
                 "the first wrote the gradient over the logits. Pass inplace_backward=False to keep them"
             )
         (logits,), statistics, _ = _saved(ctx)

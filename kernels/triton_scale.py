@@ -19,7 +19,8 @@ _PROGRAMS = 2048
 @triton.jit(do_not_specialize=["N"])
 def _scale_kernel(x, out, scale, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     factor = tl.load(scale).to(tl.float32)
-    blocks = tl.cdiv(N, BLOCK)
+    # Not cdiv: N + BLOCK may pass 2^31.
+    blocks = (N - 1) // BLOCK + 1
     if IN_PLACE:
         blocks = tl.where(factor == 1.0, 0, blocks)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):

@@ -217,7 +217,8 @@ class _Module(nn.Module):
 class LinearCrossEntropyLoss(_Module):
     """``linear_cross_entropy`` in the manner of ``torch.nn.CrossEntropyLoss``: a call returns the loss alone.
 
-    Keywords are the function's, and so are the errors; class_weight becomes a buffer.
+    Keywords are the function's that say which loss it is, and backend; class_weight becomes a buffer. Errors are the
+    function's.
     """
 
     def forward(self, hidden_states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -230,8 +231,8 @@ class LinearCrossEntropyLoss(_Module):
 class CrossEntropyLoss(_Module):
     """``cross_entropy`` in the manner of ``torch.nn.CrossEntropyLoss``: a call returns the loss alone.
 
-    Keywords are the function's, and so are the errors; class_weight becomes a buffer. The vocabulary is the logits'
-    last dimension.
+    Keywords are the function's that say which loss it is, and backend; class_weight becomes a buffer. Errors are the
+    function's. The vocabulary is the logits' last dimension, where torch has it second: [N, d, C], not [N, C, d].
     """
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def linear_policy_loss(
             whole = len(stats.log_probs) == len(call.labels)
             loss, found = loss_of_rows(stats, flat.rows(rows), config, all_metrics=whole)
             if whole:
-                of_one_chunk.update(found)
+                of_one_chunk.update((name, value.detach()) for name, value in found.items())
             return loss
 
         def unit() -> Tensor:

@@ -191,7 +191,8 @@ def loss_of_rows(
         if config.rollout_correction is not None:
             metrics["rollout_dropped"] = tokens.mean(~stays)
     loss = aggregate(values)
-    metrics["policy_loss"] = loss.detach()
+    # A copy: callers scale the loss in place (loss /= steps).
+    metrics["policy_loss"] = loss.detach().clone()
     if config.entropy_coefficient != 0:
         loss = loss - config.entropy_coefficient * aggregate(needed("entropy", entropy, "entropy_coefficient"))
     if config.kl_coefficient != 0:

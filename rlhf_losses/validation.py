@@ -190,7 +190,10 @@ def require_tokens(labels: Tensor, mask: Tensor | None, leading: torch.Size, bes
     """Labels and mask against the leading shape of the tensor they belong to."""
     require_tensor("labels", labels)
     if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise TypeError(f"labels: expected an integer dtype, got {labels.dtype}; pass labels.long()")
+        raise TypeError(
+            f"labels: expected an integer dtype, got {labels.dtype}; pass labels.long(), or, of probabilities, take "
+            "torch's cross_entropy: they are not served"
+        )
     if labels.shape != leading:
         raise ValueError(
             f"labels: expected shape {list(leading)}, that of {name} {list(beside.shape)} without its last dimension, "

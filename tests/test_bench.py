@@ -203,6 +203,8 @@ def test_no_time_left_is_said_and_runs_are_merged(tmp_path):
     assert [row["model"] for row in whole["rows"]] == ["tiny", "tiny-softcap"]
     assert "naive: not asked for (tiny-softcap 128)" in whole["left_out"]
     assert "naive" not in whole["absent"]
+    with pytest.raises(ValueError, match=r"expected every shape once, got \[\('tiny', 128\)\] several times"):
+        bench.main(["--merge", parts[0], str(tmp_path / "all.json"), "--out", str(tmp_path / "twice")])
     other = read(tmp_path / "b") | {"commit": "def"}
     (tmp_path / "b.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="expected one commit, got abc"):

@@ -127,6 +127,9 @@ def test_a_bound_that_shows_nothing_fails(text):
     assert [verdict.measure for verdict in judge(once)] == ["largest", "median"]
     shifted = [x * 1.001 for x in runs[UNFUSED]["grad_norm"]]
     assert "times the bound" in problems(once | {FUSED: runs[FUSED] | {"grad_norm": shifted}})["grad_norm"]
+    norms = runs[FUSED]["grad_norm"]
+    worse = once | {FUSED: runs[FUSED] | {"grad_norm": [norms[0] + 1000, *norms[1:]]}}
+    assert "times the bound" in problems(worse)["grad_norm"]
     lost = runs[FUSED] | {"loss": [float("nan")] * 12}
     assert problems(runs | {FUSED: lost}) == {"loss": "not finite"}
 

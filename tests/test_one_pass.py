@@ -18,7 +18,7 @@ from rlhf_losses import (
     policy_loss,
 )
 from rlhf_losses.kernels import one_pass, triton_scale
-from rlhf_losses.policy_losses import POLICY_LOSSES
+from rlhf_losses.policy_losses import POLICY_LOSSES, PolicyLoss
 
 LOCAL = [name for name, loss in POLICY_LOSSES.items() if not loss.mixes_tokens]
 MIXING = [name for name, loss in POLICY_LOSSES.items() if loss.mixes_tokens]
@@ -415,6 +415,32 @@ def test_rows_in_front_are_an_order_in_place(share):
         assert source.sort().values.tolist() == some.nonzero().squeeze(1).tolist()
         places = torch.arange(count)
         assert ((source == places) | (source >= count)).all()
+
+
+@pytest.mark.parametrize("workspace_bytes", [None, 1])
+def test_loss_and_metrics_share_no_memory_and_no_graph(workspace_bytes, fused, monkeypatch):
+    inputs = random_inputs((300,), 40, 16, DEVICE)
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+
+    def largest(tokens, config):
+        return -tokens.advantages * tokens.ratio, {"largest": tokens.ratio.max()}
+
+    monkeypatch.setitem(POLICY_LOSSES, "largest", PolicyLoss(largest, mixes_tokens=False))
+    loss, metrics = linear_policy_loss(
+        hidden,
+        weight,
+        inputs.labels,
+        batch_of(inputs),
+        replace(CONFIG, loss="largest", entropy_coefficient=0.0, kl_coefficient=0.0),
+        backend=fused,
+        workspace_bytes=workspace_bytes,
+    )
+    assert int(metrics["passes"]) == 1
+    assert not any(value.requires_grad for value in metrics.values())
+    before = metrics["policy_loss"].item()
+    loss /= 4
+    assert metrics["policy_loss"].item() == before
+    assert loss.item() == pytest.approx(before / 4)
 
 
 @pytest.mark.parametrize("factor", [1.0, -2.5])

@@ -298,12 +298,32 @@ def test_h4_adapters(batch, name, order):
         assert any("lm_head" in key and g.abs().max() > 0 for key, g in got[1].items())
 
 
-def test_h4_dora_is_refused(batch):
+@pytest.mark.parametrize("kind", ["dora", "adalora"])
+def test_h4_other_adapters_on_the_head_are_refused(kind, batch):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny(), peft.LoraConfig(r=4, target_modules=["lm_head"], use_dora=True))
+    config = (
+        peft.LoraConfig(r=4, target_modules=["lm_head"], use_dora=True)
+        if kind == "dora"
+        else peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], total_step=10, tinit=1, tfinal=2)
+    )
+    model = peft.get_peft_model(tiny(), config)
     fuse_head(model)
     with pytest.raises(ValueError, match="expected a plain LoRA pair"):
         model(**batch)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_an_adapter_per_row_is_refused_on_the_head(checked, batch):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"])
+    model = peft.get_peft_model(tiny(), config)
+    model.add_adapter("other", config)
+    model.eval()
+    fuse_head(model)
+    if checked:
+        model(**batch)
+    with pytest.raises(ValueError, match="adapter_names: expected None"):
+        model(**batch, adapter_names=["default", "other"])
 
 
 # What is refused
@@ -365,6 +385,66 @@ def test_a_head_that_gives_other_logits_is_refused_with_the_numbers(batch):
     fuse_head(model)
     model.lm_head.register_forward_hook(lambda module, given, out: out * 1.5 if isinstance(out, torch.Tensor) else out)
     with pytest.raises(ValueError, match=r"own numbers on 8 tokens within .* got errors of \{'log_probs': \d"):
+        model(**batch)
+
+
+@pytest.mark.parametrize("off", [-1e4, -1e9, -torch.inf])
+def test_columns_that_are_switched_off_widen_no_bound(off, batch):
+    config = transformers.PhiConfig(**TINY)
+    model = transformers.PhiForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.weight)
+    never = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, batch["input_ids"].flatten(), False)
+    model.lm_head.bias.data[never.nonzero()[:3, 0]] = off
+    fuse_head(model)
+    assert model(**batch).loss.isfinite()
+    unfuse_head(model)
+    fuse_head(model)
+    model.lm_head.register_forward_hook(lambda module, given, out: out * 0.5 if isinstance(out, torch.Tensor) else out)
+    with pytest.raises(ValueError, match=r"own numbers on 8 tokens within 0\.0"):
+        model(**batch)
+
+
+def test_hidden_states_that_are_not_finite_are_named(batch):
+    model = tiny()
+    fuse_head(model)
+    model.model.embed_tokens.weight.data[batch["input_ids"][0, 0]] = torch.nan
+    with pytest.raises(ValueError, match="expected finite hidden states"):
+        model(**batch)
+
+
+def test_logits_may_be_flattened_in_every_way(batch):
+    model = tiny()
+    want = step(model, batch)
+    tokens, labels = batch["labels"].numel() - 2, batch["labels"][:, 1:].reshape(-1)
+    for flat in (
+        lambda logits: logits[:, :-1].reshape(tokens, -1),
+        lambda logits: logits[:, :-1].reshape(-1, VOCAB),
+        lambda logits: torch.flatten(logits[:, :-1], 0, 1),
+        lambda logits: torch.flatten(logits[:, :-1], end_dim=1),
+    ):
+        model.loss_function = lambda logits, flat=flat, **kwargs: torch.nn.functional.cross_entropy(
+            flat(logits), labels
+        )
+        fuse_head(model)
+        assert_same_step(step(model, batch), want)
+        unfuse_head(model)
+    model.loss_function = lambda logits, **kwargs: logits.reshape(2 * tokens, -1).sum()
+    fuse_head(model)
+    with pytest.raises(ValueError, match="breaks the vocabulary up"):
+        model(**batch)
+
+
+def test_a_loss_of_two_scales_is_refused_at_once(batch):
+    model = tiny()
+    labels = batch["labels"].reshape(-1)
+
+    def loss(logits, **kwargs):
+        flat = logits.reshape(-1, VOCAB)
+        return sum(torch.nn.functional.cross_entropy(flat / by, labels) for by in (1, 2))
+
+    model.loss_function = loss
+    fuse_head(model)
+    with pytest.raises(ValueError, match="scales the logits by several numbers"):
         model(**batch)
 
 

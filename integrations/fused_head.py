@@ -380,15 +380,15 @@ class FusedHead:
         ``product`` is the type in which they came out of the head, where that is known: many are widened after it.
         Raises ValueError with the numbers where they differ.
         """
+        labels = logits.argmax(-1)
+        names = ("log_probs", "entropy", "logsumexp")
+        with without_dropout(head):
+            scores = head(hidden_states, request=HeadRequest(labels, outputs=names), score=self.score)
         if not hidden_states.isfinite().all():
             raise ValueError(
                 f"{type(model).__name__}: expected finite hidden states of the first tokens, which the fused head is "
                 f"checked with, got {hidden_states}"
             )
-        labels = logits.argmax(-1)
-        names = ("log_probs", "entropy", "logsumexp")
-        with without_dropout(head):
-            scores = head(hidden_states, request=HeadRequest(labels, outputs=names), score=self.score)
         wanted = log_probs_from_logits(logits, labels, outputs=names, backend="reference", validate="off")
         errors = {name: (scores[name] - getattr(wanted, name)).abs().max().item() for name in names}
         # The model rounds its logits to a type, up to four times (product, scale, cap); a GPU may take TF32.

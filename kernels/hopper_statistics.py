@@ -154,6 +154,7 @@ def _statistics_product(
             parts = halves(z)
             m_new, arg = raised_maximum(_by_lanes(parts[0]), v0 + lane_column, m, arg, ARG)
             m_new, arg = raised_maximum(_by_lanes(parts[1]), v0 + COLUMNS + lane_column, m_new, arg, ARG)
+            # Kept exponentials need it. Without any it costs nothing, and the sums are the same bits.
             m_new, arg = _agreed(m_new, arg)
             s, u, q, wt = raised_sums(m, m_new, s, u, q, wt, w, False)
             m = m_new

@@ -18,7 +18,7 @@ _PTX = tl.constexpr(torch.version.hip is None and not interpreting())
 
 @triton.jit
 def exp2(x, EXACT: tl.constexpr):
-    """2^x for x <= 0: the hardware's, to 2 ulp, or with EXACT to 1, for operands that are fp32 themselves."""
+    """2^x: the hardware's, to 2 ulp, or with EXACT and x <= 0 to 1, for operands that are fp32 themselves."""
     if EXACT:
         # 2^n * 2^f with n whole and |f| <= 1/2, the second by its Taylor series: the first term left out is 5e-9.
         x = tl.where(x < NOTHING, NOTHING, x)

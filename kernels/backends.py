@@ -55,6 +55,9 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+_NOT_INSTALLED = "triton is not installed"
+
+
 def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason that the Triton kernels can't serve this call, or None."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -63,7 +66,7 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         # Before the search for a package, which every call on a CPU would make.
         return f"tensors are on {device.type}, the Triton kernels need a GPU"
     if not triton_installed():
-        return "triton is not installed"
+        return _NOT_INSTALLED
     if device.type != "cuda":
         return "Triton's interpreter multiplies the bits of bf16" if dtype == torch.bfloat16 else None
     limits = device_limits(device)
@@ -87,7 +90,7 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
         return BackendChoice("chunked", why_not or "the interpreter is for tests, and only on request")
     if why_not is None:
         return BackendChoice("triton", "asked for")
-    if not triton_installed():
+    if why_not == _NOT_INSTALLED:
         raise ImportError(
             "backend='triton': triton is not installed; install it (pip install 'rlhf-losses[triton]') or pass "
             "backend='chunked'"

@@ -413,7 +413,7 @@ def test_s15_without_triton(monkeypatch):
     with pytest.raises(ImportError, match="triton is not installed"):
         evaluate(inputs, "triton")
     # Installed, it would not serve these either.
-    with pytest.raises(ValueError, match="take fp16, bf16 and fp32, not torch.float64"):
+    with pytest.raises(ValueError, match=r"take fp16, bf16 and fp32, not torch\.float64"):
         backend_for(here.double(), "triton")
     assert torch.equal(evaluate(inputs, "auto")["log_probs"], evaluate(inputs, "chunked")["log_probs"])
 

@@ -177,7 +177,7 @@ def loss_of_rows(
     l = kept_values(stats.log_probs, outside)
     entropy = None if stats.entropy is None else kept_values(stats.entropy, outside)
     old = l.detach() if batch.old_log_probs is None else batch.old_log_probs
-    tokens = Tokens(l, old, batch.advantages, mask, batch.sequences)
+    tokens = Tokens(l, old, batch.advantages, mask, outside, batch.sequences)
 
     def aggregate(per_token: Tensor) -> Tensor:
         return (per_token * weights).masked_fill(outside, 0.0).sum()

@@ -28,6 +28,8 @@ Metrics = dict[str, Tensor]
 class Tokens:
     """[N] each; where ``mask`` is False, log_probs, old_log_probs and advantages are 0 and have no gradient.
 
+    ``outside`` is what ``mask`` is not, for masked_fill: torch.where with a number makes a tensor of it first, a launch
+    more, and once more in the backward.
     Every loss or its metrics use log_ratio and ratio. (torch.compile can't look into a cached_property's lock.)
     """
 
@@ -35,19 +37,17 @@ class Tokens:
     old_log_probs: Tensor
     advantages: Tensor
     mask: Tensor
+    outside: Tensor
     sequences: Sequences
     log_ratio: Tensor = field(init=False)
     ratio: Tensor = field(init=False)
     count: Tensor = field(init=False)
-    outside: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         log_ratio = self.log_probs - self.old_log_probs
         object.__setattr__(self, "log_ratio", log_ratio)
         object.__setattr__(self, "ratio", log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp())
         object.__setattr__(self, "count", self.mask.sum().clamp(min=1))
-        # (torch.where with a number makes a tensor of it first, a launch more, and once more in the backward.)
-        object.__setattr__(self, "outside", ~self.mask)
 
     def mean(self, values: Tensor) -> Tensor:
         """Over the tokens that count, without gradient; 0 where none does."""
